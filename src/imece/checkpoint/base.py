@@ -1,8 +1,8 @@
-"""The base under adapters: what training does not change, and the digests by which it is known again.
+"""The base under adapters: what training does not change, and the digests that identify it.
 
-left_out/NAME    of a frozen parameter of which a checkpoint holds nothing else: uint8 [32]
-beside/NAME      of what a module keeps beside frozen parameters of its own and hands out in its state dict:
-                 the scales of bitsandbytes' codes, which are of no use with others
+left_out/NAME    for a frozen parameter of which a checkpoint holds nothing else: uint8 [32]
+beside/NAME      for other entries that a module with frozen parameters has in its state dict: the scales of
+                 bitsandbytes' codes, which are of no use with other codes
 
 A digest is the SHA-256 of a tensor's dtype, shape and bytes.
 """
@@ -29,22 +29,23 @@ from imece.errors import UserError
 from imece.listing import some
 
 LEFT_OUT, BESIDE = "left_out/", "beside/"
-_CHUNK = 4 << 20  # bytes of a tensor that are on the CPU at once
+_CHUNK = 4 << 20  # bytes of a tensor that are on the CPU at a time
 _SHOWN = 3
 
 
 class Digests:
-    """Of a model's tensors; each is computed again only after it was written."""
+    """Digests of a model's tensors; each is computed again only if its tensor was written."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Where it lay, how often it was written, and the digest. What has gone is not kept by this.
+        # Storage, how often it was written, and the digest; tensors are not kept alive.
         self._known: dict[str, tuple[StorageWeakRef, int, int, str]] = {}
         self._shared_out: dict[str, str] = {}  # of frozen parameters of which this rank keeps a part
         self._written: dict[str, tuple[ref[Tensor], int]] = {}  # of each such part: how often it was, then
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """In hex, by name. All ranks of a wrapped model call it, with the same names; each does a share."""
+        """Digests in hex, by name. All ranks of a wrapped model call this, with the same names; each does a
+        share."""
         names, model = sorted(tensors), self._model
         if not isinstance(model, DistributedDataParallel) or not names:
             return {name: self._one(name, tensors[name]) for name in names}
@@ -58,7 +59,7 @@ class Digests:
         return self._all(model, mine) | {name: self._shared_out[name] for name in shared_out}
 
     def _look_at_parts(self, model: ShardedDataParallel) -> None:
-        """Brings a bucket at a time together, if any rank's part of it was written. All ranks call it."""
+        """Gather one bucket at a time, if any rank's part of it was written. All ranks call this."""
         sharding, group = model.sharding, model.process_group
         mine, nothing = [], (None, 0)
         for at, store in enumerate(sharding.frozen):
@@ -81,7 +82,7 @@ class Digests:
 
     @staticmethod
     def _all(model: DistributedDataParallel, mine: dict[str, str]) -> dict[str, str]:
-        """Those of all ranks."""
+        """The digests of all ranks."""
         every = gather_json(mine, model.process_group, model.device, "digests of frozen parameters")
         return dict(chain.from_iterable(each.items() for each in every))
 
@@ -96,7 +97,7 @@ class Digests:
 
 
 class Base:
-    """Of one wrapped model: which of its frozen parameters a checkpoint need not hold."""
+    """Which frozen parameters of one wrapped model a checkpoint need not hold."""
 
     def __init__(self, model: DistributedDataParallel, *, is_left_out: bool) -> None:
         self._model, self._is_left_out = model, is_left_out
@@ -104,20 +105,20 @@ class Base:
         self._first: dict[str, str] | None = None
 
     def begin(self) -> None:
-        """Whoever makes this model again has the frozen parameters as they are now. All ranks call it."""
+        """Take the present frozen parameters as those that anybody can load again. All ranks call this."""
         if self._first is None:
             self._first = self.digests.of(self._frozen())
 
     def digest(self) -> str:
-        """Of all that a checkpoint leaves out, in hex. All ranks call it."""
+        """One digest of everything that a checkpoint leaves out, in hex. All ranks call this."""
         found = self.of()
         text = json.dumps([sorted(found[key].items()) for key in (LEFT_OUT, BESIDE)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def of(self) -> dict[str, dict[str, str]]:
-        """{LEFT_OUT: {name: digest}, BESIDE: the same}. All ranks call it.
+        """{LEFT_OUT: {name: digest}, BESIDE: the same}. All ranks call this.
 
-        A frozen parameter that something has changed since `begin`, an average of weights, is not left out.
+        A frozen parameter that was changed since `begin`, by an average of weights, say, is not left out.
         """
         self.begin()
         frozen, beside = self._frozen(), dict(beside_frozen(self._model.module))
@@ -126,20 +127,20 @@ class Base:
         return {LEFT_OUT: left_out, BESIDE: {name: now[name] for name in beside}}
 
     def _frozen(self) -> dict[str, Tensor]:
-        # Frozen when it was wrapped: what was trained before it was frozen nobody has elsewhere.
+        # Frozen when the model was wrapped: a parameter that was trained first exists nowhere else.
         return dict(in_memory(self._model._frozen)) if self._is_left_out else {}
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a checkpoint says of the base that it was trained on."""
+    """What a checkpoint says about the base that it was trained on."""
 
     left_out: Mapping[str, str]
     beside: Mapping[str, str]
 
     @classmethod
     def by(cls, saved: Source) -> Expected:
-        """UserError where it cannot be read."""
+        """UserError if it cannot be read."""
         found: dict[str, dict[str, str]] = {LEFT_OUT: {}, BESIDE: {}}
         for name in saved.names():
             for prefix, digests in found.items():
@@ -148,9 +149,9 @@ class Expected:
         return cls(found[LEFT_OUT], found[BESIDE])
 
     def check(self, model: nn.Module, digests: Digests, source: object) -> None:
-        """UserError, with the first names, unless it is the base of this model. All ranks call it.
+        """UserError, with the first names, unless this model has that base. All ranks call this.
 
-        A parameter that is trained and shared out among ranks is none of it: nobody has all its bytes.
+        A parameter that is trained and sharded does not count as base: no rank has all its bytes.
         """
         plain, cut = model, set[str]()
         if isinstance(model, DistributedDataParallel):
@@ -175,12 +176,13 @@ class Expected:
 
 
 def in_memory(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that hold these."""
+    """The tensors that hold the values of these."""
     return chain.from_iterable(memory_of(name, each) for name, each in named)
 
 
 def beside_frozen(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of modules whose own parameters are all frozen: what of a state dict is no parameter and no buffer."""
+    """For modules whose own parameters are all frozen: entries of the state dict that are no parameters and
+    no buffers."""
     for prefix, module in plain.named_modules():
         own = list(module.parameters(recurse=False))
         overrides = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict

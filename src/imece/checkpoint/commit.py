@@ -30,22 +30,22 @@ from imece.checkpoint.manifest import (
 from imece.checkpoint.states import as_json, from_json
 from imece.writing import write_whole
 
-# In a state: what text the metric was measured on, and how much of it.
+# Keys of a state: which text the metric was measured on, and how much of it.
 METRIC_ON, METRIC_OVER = "metric_on", "metric_over"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has to say besides its tensors' bytes."""
+    """What one rank tells besides its tensors' bytes."""
 
     kinds: dict[str, Kind]  # of all tensors that it knows
-    sliced: frozenset[str]  # the names of those that are spread over ranks
+    sliced: frozenset[str]  # names of tensors that are spread over ranks
     file: File
     rank_state: Any
 
 
 def part_name(rank: int) -> str:
-    """The file by which a rank says that its part is on the disk, or why it never will be."""
+    """The file in which a rank says that its part is on the disk, or why it never will be."""
     return f"rank-{rank:05d}.json"
 
 
@@ -57,7 +57,7 @@ def write_part(partial: Path, rank: int, part: Part) -> None:
         "rank_state": as_json(part.rank_state, "rank_state"),
     }
     write_whole(partial / part_name(rank), seal(note))
-    # Nothing that may fail can follow: rank 0 has perhaps seen it already, and counts on this rank's file.
+    # Nothing that may fail may follow: rank 0 may have seen it already, and counts on this rank's file.
 
 
 def write_excuse(partial: Path, rank: int, why: str) -> None:
@@ -66,7 +66,7 @@ def write_excuse(partial: Path, rank: int, why: str) -> None:
 
 
 def read_part(partial: Path, rank: int) -> Part | str | None:
-    """What `rank` wrote; a string if it is why it could not; None if it has not yet."""
+    """What `rank` wrote: its part, a string that says why it has none, or None if nothing is there yet."""
     try:
         note = unseal((partial / part_name(rank)).read_bytes())
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read_part(partial: Path, rank: int) -> Part | str | None:
 def put_together(
     step: int, attempt: str, metric: float | None, state: Json, parts: Sequence[Part]
 ) -> Manifest:
-    """ValueError, with a tensor's name, if the ranks do not agree on what there is to save."""
+    """The manifest. ValueError, with a tensor's name, if ranks disagree on what is to be saved."""
     first = parts[0]
     for rank, part in enumerate(parts):
         for name in sorted(first.kinds.keys() | part.kinds.keys()):
@@ -103,9 +103,9 @@ def put_together(
 
 
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:
-    """Makes a checkpoint of the partial folder. OSError, ValueError: `final` is what it was before.
+    """Make a checkpoint of the partial folder. OSError, ValueError: `final` is unchanged.
 
-    One that was there steps aside, but does not go away: `prune` removes it.
+    An older checkpoint of that name steps aside but stays: `prune` removes it.
     """
     for rank, file in enumerate(manifest.files):
         if (found := (partial / file_name(rank)).stat().st_size) != file.nbytes:
@@ -115,21 +115,21 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     text = encode(manifest)
     if len(text) > MOST_BYTES:
         raise ValueError(f"{MANIFEST} would have {len(text)} bytes, and may have {MOST_BYTES}")
-    decode(text)  # what cannot be read would stand in for what can
+    decode(text)  # an unreadable one would replace a readable one
     write_whole(partial / MANIFEST, text, durable=True)  # and the names of all ranks' files
-    for rank in range(len(manifest.files)):  # all that they say is in the manifest
+    for rank in range(len(manifest.files)):  # the manifest has all that they say
         (partial / part_name(rank)).unlink()
     files.put_in_place(partial, final)
 
 
 def prune(folder: Path, step: int, keep: int, session: str) -> str | None:
-    """Removes all but the `keep` newest and the one with the lowest metric. OSError.
+    """Remove all but the `keep` newest and the one with the lowest metric. OSError.
 
-    The one of `step` was written just now, and is on the disk. Those of later steps are of a course of
+    That of `step` was written just now, and is on the disk. Checkpoints of later steps are from a course of
     training that was left when this one began at an earlier step; they would be taken for the newest. Those
-    that were written in this session go away. What others have written, a training that was not gone on with
-    by mistake perhaps, is set aside; returns a line that says so, None if there is no such.
-    What cannot be read is not touched: it may be of another version.
+    written in this session are removed. Others, perhaps of a training that was not continued by mistake, are
+    set aside; then this returns a line that says so, else None. Checkpoints that cannot be read are not
+    touched: they may be of another version.
     """
     found = _found(folder)
     ours = [(path, manifest) for path, manifest in found if manifest.step <= step]
@@ -150,7 +150,7 @@ def prune(folder: Path, step: int, keep: int, session: str) -> str | None:
 
 
 def what_stays(folder: Path) -> str:
-    """What takes room there, by name: nothing of it goes away for a new one. OSError, UserError."""
+    """Names what takes room there and stays, even if a new checkpoint needs room. OSError, UserError."""
     found = _found(folder)
     notes = {path.name: "" for path in sorted(folder.iterdir()) if not files.is_passing(path)}
     for path, _ in found[:1]:
@@ -161,7 +161,7 @@ def what_stays(folder: Path) -> str:
 
 
 def _found(folder: Path) -> list[tuple[Path, Manifest]]:
-    """Those that look whole, the newest first."""
+    """The checkpoints that look complete, the newest first."""
     return [
         (path, manifest) for _, path in files.step_folders(folder) if (manifest := glance(path)) is not None
     ]
@@ -171,7 +171,7 @@ def by_metric(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manife
     """Those that have a metric, the lowest first; of equal ones the newest.
 
     found: the newest first. A state may say with METRIC_ON and METRIC_OVER what the metric was measured on:
-    those that were measured on something else than the newest do not count.
+    checkpoints measured on something else than the newest do not count.
     """
     found = list(found)
     newest = found[0][1].state if found else {}
@@ -185,9 +185,9 @@ def by_metric(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manife
 
 
 def glance(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint whose files are all there with their sizes; None otherwise.
+    """The manifest of a checkpoint whose files all exist with the right sizes; None otherwise.
 
-    Its tensors are not read: `open_checkpoint` looks at every byte.
+    Tensors are not read: `open_checkpoint` looks at every byte.
     """
     try:
         data = path / MANIFEST
@@ -201,7 +201,7 @@ def glance(path: Path) -> Manifest | None:
 
 
 def finite(metric: float | None) -> float | None:
-    """A metric that is NaN or infinite says nothing about which checkpoint is the best."""
+    """The metric, or None if it is NaN or infinite, which says nothing about which checkpoint is best."""
     return float(metric) if metric is not None and math.isfinite(metric) else None
 
 

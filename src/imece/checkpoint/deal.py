@@ -14,7 +14,7 @@ from imece.data_parallel.same import is_made_of_others
 
 @dataclass(frozen=True)
 class Slice:
-    """One rank's contiguous part of a tensor that is spread over ranks. A rank may have none of it."""
+    """One rank's contiguous part of a tensor that is spread over ranks; it may be empty."""
 
     tensor: torch.Tensor
     """Of any shape, contiguous; read as flat."""
@@ -63,10 +63,10 @@ def kinds(tensors: Tensors) -> dict[str, Kind]:
 
 
 def deal(tensors: Tensors, known: Mapping[str, Kind], rank: int, world_size: int) -> tuple[Piece, ...]:
-    """The pieces that `rank` writes, as they lie in its file.
+    """The pieces that `rank` writes, in the order of its file.
 
-    Its slices; and of the whole tensors, laid one after another on a line of bytes, its own of `world_size`
-    equal parts. Every rank that has the same whole tensors cuts at the same elements.
+    These are its slices; and, with all whole tensors laid one after another on a line of bytes, its own of
+    `world_size` equal parts of the line. Ranks with the same whole tensors cut at the same elements.
     """
     pieces = []
     line = sum(known[name].numel * known[name].itemsize for name in known if not _sliced(tensors, name))
@@ -86,7 +86,7 @@ def deal(tensors: Tensors, known: Mapping[str, Kind], rank: int, world_size: int
 
 @torch.no_grad()
 def copy_into(buffer: torch.Tensor, tensors: Tensors, pieces: Sequence[Piece]) -> None:
-    """buffer: uint8 [bytes of all pieces], on the CPU. Each piece lies in it as it will in the file."""
+    """Copy the pieces into buffer: uint8 [bytes of all pieces], on the CPU, laid out like the file."""
     end = 0
     for piece in pieces:
         start, end = end, end + piece.nbytes
@@ -98,11 +98,11 @@ def copy_into(buffer: torch.Tensor, tensors: Tensors, pieces: Sequence[Piece]) -
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, start: int, stop: int) -> None:
-    """Elements [start, stop) of `source`, flat, to `target`, 1-D. Never makes a copy in between."""
+    """Copy elements [start, stop) of `source`, flat, to `target`, 1-D, without a copy in between."""
     if source.is_contiguous():
         target.copy_(source.view(-1)[start:stop])
         return
-    # reshape(-1) would copy all of it: whole rows at once, then what is left of the rows at both ends.
+    # reshape(-1) would copy all of it. So: whole rows at once, then the remainders of the rows at both ends.
     row = source[0].numel()
     first, last = -(-start // row), stop // row
     if first > last:  # within one row

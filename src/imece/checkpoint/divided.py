@@ -1,6 +1,6 @@
-"""Saving and loading where each rank of the mesh's axis tensor has a part of the model: see parts.py.
+"""Saving and loading if each rank of the mesh's axis tensor has a part of the model: see parts.py.
 
-part    what the ranks of a data group have: of a divided parameter a part of it, of others all
+part    what the ranks of a data group have: a part of each divided parameter, and all of the others
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.divided import Divided, divided_parameters
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-_CHUNK = 4 << 20  # elements that are there besides what they are read for
+_CHUNK = 4 << 20  # elements read at a time
 
 
 class Group(Protocol):
-    """Of ranks: as torch.distributed's."""
+    """A group of ranks, with torch.distributed's methods."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
 
 
 def parameter_of(name: str) -> str:
-    """Whose a tensor of a checkpoint is, or what is kept of it; "" if it is of no parameter."""
+    """The parameter that a tensor of a checkpoint is, or is kept for; "" if it belongs to none."""
     if name.startswith(MODEL):
         return name.removeprefix(MODEL)
     return name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
@@ -42,12 +42,12 @@ def in_parts(
 ) -> dict[str, Tensor | Slice]:
     """What a rank of a divided model hands in: the same names and shapes on all ranks, and nothing twice.
 
-    tensors: as the ranks of `data` hand it in, which have the same parts. model: the plain one. ValueError
-    for what an optimizer keeps of a part, if it is neither one number nor shaped as the part.
+    tensors: as the ranks of `data`, which have the same parts, hand them in. model: the plain one. ValueError
+    if an optimizer keeps something for a part that is neither one number nor shaped like the part.
     """
     divided = divided_parameters(model)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if name in divided}
-    place = place_of(model)  # of a stage, in which there may be nothing that is divided
+    place = place_of(model)  # of a stage, which may have nothing that is divided
     along = (place.tensor, place.tensors) if place is not None else (0, 1)
     index, count = next(((each.index, each.count) for each in divided.values()), along)
     found: dict[str, Tensor | Slice] = {}
@@ -70,7 +70,7 @@ def in_parts(
 
 
 class OfThisRank:
-    """A checkpoint as this rank's part of the model would have it (`Source`)."""
+    """A checkpoint as seen by this rank's part of the model (`Source`)."""
 
     def __init__(self, saved: Source, divided: Mapping[str, Divided]) -> None:
         self._saved, self._divided = saved, divided
@@ -87,7 +87,7 @@ class OfThisRank:
         return self._saved.dtype(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the part; of the whole, where that cannot be divided so."""
+        """The shape of the part; of the whole, if that cannot be divided this way."""
         divided, shape = self._of(name), self._saved.shape(name)
         try:
             return divided.part_shape(shape) if divided is not None else shape
@@ -131,7 +131,7 @@ class OfThisRank:
         )
 
     def _of(self, name: str) -> Divided | None:
-        """None: what each rank has all of."""
+        """None if each rank has the whole tensor."""
         parameter = parameter_of(name)
         if parameter not in self._divided:
             return None
@@ -140,7 +140,7 @@ class OfThisRank:
 
 
 def as_part(saved: Source, model: nn.Module) -> Source:
-    """What this rank is to load of it."""
+    """What this rank should load of `saved`."""
     divided = divided_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
     saved = as_stage(saved, model)
     return OfThisRank(saved, divided) if divided else saved

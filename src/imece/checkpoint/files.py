@@ -1,4 +1,4 @@
-"""Folders and files: their names; writing and removing them so that a kill at any instant does no harm."""
+"""Names of folders and files; writing and removing them so that a kill at any instant does no harm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTIAL, OLD = ".partial", ".old"
 
 _FOLDER = re.compile(r"step-(\d{8,})(\.old)?")
 _LEFTOVER = re.compile(r"step-\d{8,}(\..*)?\.partial")
-_CHUNK = 4 << 20  # bytes between two looks at whether to go on
+_CHUNK = 4 << 20  # bytes between two checks of whether to go on
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -30,18 +30,18 @@ def partial_folder(folder: Path, step: int, attempt: str) -> Path:
 
 
 def folders_of(folder: Path, attempt: str) -> list[Path]:
-    """In which ranks write: one, unless they save different steps. OSError."""
+    """The folders in which ranks write an attempt: one, unless they save different steps. OSError."""
     return sorted(path for path in folder.iterdir() if path.name.endswith(f".{attempt}{PARTIAL}"))
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder's name promises; None if it is not one of ours."""
+    """The step in a folder's name; None if it is not a checkpoint's name."""
     match = _FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """What may be a checkpoint, the newest first; of one step the `.old` one last.
+    """Folders that may be checkpoints, the newest first; of one step the `.old` one last.
 
     Empty if there is no such folder. UserError if it cannot be read.
     """
@@ -49,7 +49,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
         found = [
             (step, path)
             for path in folder.iterdir()
-            if (step := step_of(path)) is not None and path.is_dir()  # OSError where one may not look
+            if (step := step_of(path)) is not None and path.is_dir()  # OSError if one may not look
         ]
     except FileNotFoundError:
         return []
@@ -61,10 +61,9 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def write(path: Path, chunks: Iterable[bytes | memoryview], go_on: Callable[[], None]) -> tuple[int, str]:
-    """Writes a new file, and returns when it is on the disk: its bytes, and their SHA-256 in hex.
+    """Write a new file, and return when it is on the disk: its bytes, and their SHA-256 in hex.
 
-    Nothing is copied. `go_on` is called now and then, and may raise to end it.
-    OSError, with the file's name.
+    Nothing is copied. `go_on` is called now and then, and may raise to end it. OSError, with the file's name.
     """
     digest, total = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
@@ -94,10 +93,10 @@ def taken(folder: Path) -> int:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Renames a finished partial folder. If `final` exists it is replaced: there is always one of the two.
+    """Rename a finished partial folder to `final`, replacing what is there; one of the two always exists.
 
-    A folder that is not empty cannot be renamed over, so the one before steps aside under a name that
-    readers know. OSError: then `final` is what it was.
+    A folder that is not empty cannot be renamed over. So the old one steps aside first, under a name that
+    readers know. OSError: then `final` is unchanged.
     """
     old = final.with_name(final.name + OLD)
     if not final.exists():
@@ -112,21 +111,22 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def drop_old(final: Path) -> None:
-    """Removes what `final` has replaced, if anything. OSError if it cannot."""
+    """Remove what `final` has replaced, if anything. OSError if that is impossible."""
     old = final.with_name(final.name + OLD)
     if old.exists():
         remove(old)
 
 
 def remove(path: Path) -> None:
-    """First renames it, for half a checkpoint must not look like one. OSError if it cannot."""
+    """Remove a folder, renaming it first: half a checkpoint must not look like one. OSError if that is
+    impossible."""
     beside = path.with_name(f"{path.name.removesuffix(PARTIAL)}.{secrets.token_hex(4)}{PARTIAL}")
     os.replace(path, beside)
     shutil.rmtree(beside)
 
 
 def set_aside(folder: Path, paths: Iterable[Path]) -> Path:
-    """Moves them into a new folder beside, left-1, left-2, ..., in which no newest is looked for. OSError."""
+    """Move folders into a new one beside, left-1, left-2, ..., where nobody looks for the newest. OSError."""
     for number in count(1):
         aside = folder / f"left-{number}"
         with contextlib.suppress(FileExistsError):
@@ -138,26 +138,26 @@ def set_aside(folder: Path, paths: Iterable[Path]) -> Path:
 
 
 def is_passing(path: Path) -> bool:
-    """Whether it goes away by itself: what is being written, and what the ranks tell each other."""
+    """Whether it goes away by itself: partial folders, and the files that ranks tell each other things by."""
     return path.name.startswith(".") or path.name.endswith(PARTIAL)
 
 
 def withdraw(partial: Path) -> bool:
-    """Removes it, so that nobody can put it in place; False if it is not there any more."""
+    """Remove a partial folder so that nobody can put it in place; False if it is already gone."""
     try:
         remove(partial)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # what is left goes away with the next save
+        return True  # the rest goes away with the next save
     return True
 
 
 def clean(folder: Path, but: str) -> None:
-    """Removes what killed processes left in the middle of writing, replacing and removing.
+    """Remove what killed processes left in the middle of writing, replacing and removing.
 
-    Rank 0 calls it, and only while no other rank can write into a folder, except those of the attempt `but`.
-    What cannot be removed is passed over: it does no harm, and the next save tries again. OSError if `folder`
+    Rank 0 calls this, only while no other rank can write into a folder except those of the attempt `but`.
+    What cannot be removed is skipped: it does no harm, and the next save tries again. OSError if `folder`
     cannot be read.
     """
     for path in folder.iterdir():

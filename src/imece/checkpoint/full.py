@@ -1,4 +1,4 @@
-"""What an optimizer keeps of whole parameters, put together on rank 0, as torch's own state dicts have it."""
+"""An optimizer's state for whole parameters, put together on rank 0 as torch's own state dicts have it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _LABEL = "an optimizer's full state"
 
 
 def full_optimizer_state(model: DistributedDataParallel, optimizer: Optimizer) -> dict[str, Any]:
-    """On rank 0 the state dict that `optimizer` would have if it stepped whole parameters, as under strategy
-    `replicate`; {} on the others. All ranks call it.
+    """On rank 0, the state dict that `optimizer` would have if it stepped whole parameters, as with strategy
+    `replicate`; {} on the others. All ranks call this.
 
-    It lies on the CPU, all of it, and is not changed by later steps. `optimizer.load_state_dict` takes it in
-    every strategy at any number of ranks, on every rank alike, and so does a plain optimizer of torch. For
-    what has to be fast or large there is `TrainingState`, which gathers nothing.
+    All of it lies on the CPU, and later steps do not change it. `optimizer.load_state_dict` takes it with
+    every strategy at any number of ranks, on every rank alike; so does a plain torch optimizer. For speed and
+    large models use `TrainingState`, which gathers nothing.
 
-    TypeError for a model that is not wrapped, and for what is no optimizer. ValueError for an optimizer of
+    TypeError if the model is not wrapped, or `optimizer` is no optimizer. ValueError for an optimizer of
     another model, for one that keeps its state in blocks, and for a model that is divided along the mesh's
     axes tensor and pipeline.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
     kind = type(optimizer).__name__
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -73,7 +73,7 @@ def full_optimizer_state(model: DistributedDataParallel, optimizer: Optimizer) -
 
 
 def _gathered(model: ShardedDataParallel, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """By parameter, and by key as of plain.py; nothing on other ranks than the first."""
+    """By parameter, and by key as in plain.py; empty on all ranks but the first."""
     kept, parts = Kept(optimizer), {part.parameter for part in model.parts}
 
     def entries() -> Entries:
@@ -101,7 +101,7 @@ def _gathered(model: ShardedDataParallel, optimizer: Optimizer) -> dict[str, dic
 def _whole(
     own: Slice, places: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
 ) -> Tensor | None:
-    """One tensor, on rank 0; places: of each rank the first element that it has, and how many."""
+    """One whole tensor, on rank 0. places: for each rank the first element that it has, and how many."""
     if group.rank():
         if own.tensor.numel():
             ops.send(own.tensor.to(device), 0, group=group, label=_LABEL)
@@ -119,7 +119,7 @@ def _whole(
 def _state_dict(
     model: ShardedDataParallel, optimizer: Optimizer, kept: dict[str, dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """As torch's, whose numbers count the parameters of all groups."""
+    """As torch's state dict, whose numbers count the parameters of all groups."""
     names = {id(each): name for name, each in model.module.named_parameters()}
     stepped = SteppedParts.of(optimizer)
     assert stepped is not None, "it is one of the model's"
@@ -137,7 +137,7 @@ def _state_dict(
 
 
 def _on_cpu(value: Any) -> Any:
-    """Copies of all tensors in it."""
+    """The value with copies of all its tensors."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

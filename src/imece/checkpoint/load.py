@@ -33,8 +33,8 @@ from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
 from imece.writing import NOT_ALLOWED
 
-_CHUNK = 4 << 20  # elements that are there besides what they are read for
-_MOST_OPEN = 256  # files at once, whatever the number of ranks: a process may often have 1024
+_CHUNK = 4 << 20  # elements read at a time
+_MOST_OPEN = 256  # at once, whatever the number of ranks: a process may often have 1024
 
 
 class Source(Protocol):
@@ -42,7 +42,7 @@ class Source(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Names it in messages."""
+        """Names the source in messages."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -54,17 +54,17 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint on disk. What is asked for is read then, into memory of its own.
+    """One checkpoint on disk. Tensors are read when asked for, into new memory.
 
     Files are read and never mapped: a mapped page counts as this process's memory as long as it is mapped.
-    They stay open: the run that has written them may go on, and remove them at any moment.
+    Files stay open: the run that wrote them may go on, and remove them at any moment.
     """
 
     folder: Path
     step: int
     state: Json
     rank_states: list[Any]
-    """One of each rank that saved."""
+    """One state of each rank that saved."""
     metric: float | None
     _manifest: Manifest = field(repr=False)
     _opened: dict[int, int] = field(
@@ -83,7 +83,7 @@ class Saved:
         return list(self._kinds)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. UserError if there is none of this name."""
+        """The shape of the whole tensor. UserError if there is none of this name."""
         return self._kind(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -92,11 +92,11 @@ class Saved:
 
     @property
     def attempt(self) -> str:
-        """No two checkpoints have the same, also not of one step."""
+        """A name that no two checkpoints share, even of one step."""
         return self._manifest.attempt
 
     def tensor(self, name: str) -> torch.Tensor:
-        """All of it, on the CPU. UserError if there is none of this name, or a file cannot be read."""
+        """The whole tensor, on the CPU. UserError if there is none of this name, or a file cannot be read."""
         kind = self._kind(name)
         return self.slice(name, 0, kind.numel).view(kind.shape)
 
@@ -112,9 +112,9 @@ class Saved:
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None:
-        """Its elements from `start` on into a tensor on any device, of any dtype, all of it.
+        """Fill all of `target`, on any device and of any dtype, with its elements from `start` on.
 
-        No more than a fixed buffer is needed besides. UserError, ValueError: as `slice`.
+        Needs only a fixed buffer besides. UserError, ValueError: as `slice`.
         """
         stop = start + target.numel()
         if not target.is_contiguous():
@@ -123,7 +123,7 @@ class Saved:
         flat = target.detach().view(-1)
         if target.device.type == "cpu" and target.dtype == self.dtype(name):
             self._read(name, start, stop, flat)
-            if not target.is_inference():  # torch does not see what a file is read into
+            if not target.is_inference():  # torch does not see that a file is read into it
                 torch.autograd.graph.increment_version(target)
             return
         for at in range(0, len(flat), _CHUNK):
@@ -154,7 +154,7 @@ class Saved:
             at += length
 
     def _read_pieces(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """As `_read`, of a tensor that is in the files by this name."""
+        """As `_read`, for a tensor that is in the files by this name."""
         for rank, at, piece in self._manifest.pieces.get(name, []):
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
@@ -198,9 +198,9 @@ class Saved:
                 os.close(descriptor)
 
     def seen(self) -> str:
-        """The same for all who see these very files, on whatever host; "" if they are not there any more.
+        """Equal for all who see these very files, on whatever host; "" if they are gone.
 
-        A copy on another disk has other times of change, whatever else was copied with it.
+        A copy on another disk has other times of change, whatever else was copied.
         """
         paths = [self.folder / file_name(rank) for rank in range(len(self._manifest.files))]
         try:
@@ -210,9 +210,9 @@ class Saved:
         return hashlib.sha256(f"{self.attempt} {found}".encode()).hexdigest()
 
     def check(self, verify: bool, share: int = 0, shares: int = 1) -> None:
-        """UserError, naming the file, unless all are what the manifest says; see `open_checkpoint`.
+        """UserError, naming the file, unless all files are what the manifest says; see `open_checkpoint`.
 
-        share: which of `shares` equal shares of the files to verify; the others do the rest.
+        share: which of `shares` equal shares of the files to verify; others verify the rest.
         """
         for rank, file in enumerate(self._manifest.files):
             path = self.folder / file_name(rank)
@@ -238,10 +238,10 @@ def _close(opened: dict[int, int]) -> None:
 
 
 def open_checkpoint(folder: Path | str, *, verify: bool = True) -> Saved:
-    """UserError, naming the file and what is wrong with it, unless the checkpoint is whole.
+    """Open a checkpoint. UserError, naming the file and what is wrong with it, unless it is complete.
 
-    verify: read all files and compare their checksums. Otherwise only the manifest is compared so; of the
-    other files, the sizes and the headers.
+    verify: read all files and compare their checksums. Otherwise only the manifest's checksum is compared;
+    for the other files, sizes and headers.
     """
     folder = Path(folder)
     manifest = _manifest(folder / MANIFEST)
@@ -256,18 +256,18 @@ def open_checkpoint(folder: Path | str, *, verify: bool = True) -> Saved:
 
 
 def newest(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
-    """The newest checkpoint that is whole, every byte of it; None if there is none, or no such folder.
+    """The newest checkpoint that is undamaged to the last byte; None if there is none, or no such folder.
 
-    damaged: called with one line for each newer one that is not. UserError if the folder cannot be read.
+    damaged: called with one line for each newer one that is damaged. UserError if the folder cannot be read.
     """
     return first_whole(lambda: [path for _, path in files.step_folders(Path(folder))], damaged)
 
 
 def best(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
-    """The one with the lowest metric of those that are whole; None if none has one, or no such folder.
+    """The undamaged checkpoint with the lowest metric; None if none has one, or if there is no such folder.
 
-    damaged: called with one line for each that is not, and has a lower metric or one that cannot be read.
-    UserError if the folder cannot be read.
+    damaged: called with one line for each damaged one whose metric is lower or cannot be read. UserError if
+    the folder cannot be read.
     """
 
     def ranked() -> list[Path]:
@@ -284,14 +284,16 @@ def best(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
 
 
 def all_steps(folder: Path | str) -> list[int]:
-    """The steps that have a checkpoint, ascending, damaged ones too. Empty if there is no such folder."""
+    """The steps that have a checkpoint, ascending, including damaged ones. Empty if there is no such
+    folder."""
     return sorted({step for step, _ in files.step_folders(Path(folder))})
 
 
 def first_whole(
     paths: Callable[[], list[Path]], damaged: Callable[[str], None], *, verify: bool = True
 ) -> Saved | None:
-    """The first that is whole, in the order of `paths`, which is asked again when they change meanwhile."""
+    """The first undamaged checkpoint, in the order of `paths`, which is called again if folders change
+    meanwhile."""
     while True:
         for path in paths():
             before = identity(path)
@@ -326,7 +328,7 @@ def _manifest(path: Path) -> Manifest:
 
 
 def identity(folder: Path) -> tuple[int, int] | None:
-    """Another folder under the same name has another one; None if there is none."""
+    """Identifies the folder itself: another folder of the same name differs. None if there is none."""
     try:
         status = os.stat(folder)
     except OSError:
@@ -335,7 +337,7 @@ def identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _size(path: Path) -> int:
-    """UserError for what is no plain file: to open a pipe would wait for ever."""
+    """The file's size. UserError unless it is a plain file: opening a pipe would wait forever."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise _damaged(path, "it is no plain file")

@@ -29,7 +29,7 @@ _SEAL, _END = b',"sha256":"', b'"}\n'
 _TAIL = len(_SEAL) + 64 + len(_END)
 _MOST_ELEMENTS = 1 << 62
 
-# As safetensors calls them.
+# By safetensors' names.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,7 +52,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class UnknownVersionError(ValueError):
-    """A manifest that is whole, but of a format that is not known here."""
+    """A manifest that is complete, but of an unknown format version."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the file has it: the tensor's own if all of it is here."""
+        """The shape in the file: the tensor's own if all of it is here."""
         return self.kind.shape if self.stop - self.start == self.kind.numel else (self.stop - self.start,)
 
 
@@ -99,12 +99,13 @@ class File:
 
     nbytes: int  # of the whole file
     sha256: str  # of the whole file, hex
-    pieces: tuple[Piece, ...]  # as they lie in it
+    pieces: tuple[Piece, ...]  # in the order in which they lie in it
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but its tensors' bytes. ValueError, with the tensor's name, if pieces are amiss."""
+    """All of a checkpoint except its tensors' bytes. ValueError, with the tensor's name, if pieces are
+    wrong."""
 
     step: int
     attempt: str
@@ -128,7 +129,7 @@ class Manifest:
 
     @cached_property
     def pieces(self) -> dict[str, list[tuple[int, int, Piece]]]:
-        """Of each tensor that has elements, in their order: (rank, where in its file, piece)."""
+        """For each tensor that has elements, in their order: (rank, offset in its file, piece)."""
         found: dict[str, list[tuple[int, int, Piece]]] = {}
         for rank, file in enumerate(self.files):
             at = file.nbytes - sum(piece.nbytes for piece in file.pieces)
@@ -141,12 +142,13 @@ class Manifest:
 
 
 def file_name(rank: int) -> str:
-    """Of the tensors that this rank wrote."""
+    """The file with the tensors that this rank wrote."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """As they lie in a file: the largest elements first, so that each piece is aligned to its own."""
+    """The pieces in the order of a file: the largest elements first, so that each piece is aligned to its
+    own."""
     return tuple(sorted(pieces, key=lambda piece: (-piece.kind.itemsize, piece.name)))
 
 
@@ -188,7 +190,7 @@ def unseal(data: bytes) -> Json:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """What manifest.json holds. `begins` relies on the order of the first values."""
+    """The content of manifest.json. `begins` relies on the order of the first values."""
     return seal(
         {
             "format": FORMAT,
@@ -207,7 +209,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def begins(attempt: str) -> bytes:
-    """The first bytes of the manifest of this attempt, and of no other."""
+    """The first bytes of this attempt's manifest; no other begins like this."""
     return json.dumps({"format": FORMAT, "version": VERSION, "attempt": attempt}, separators=(",", ":"))[
         :-1
     ].encode()
@@ -216,8 +218,8 @@ def begins(attempt: str) -> bytes:
 def decode(data: bytes) -> Manifest:
     """The opposite of `encode`.
 
-    ValueError, saying what is wrong, if it is damaged, or says what cannot be: sizes that do not add up,
-    names of files that no rank would write. UnknownVersionError if it is of another version.
+    ValueError, saying what is wrong, if it is damaged or impossible: sizes that do not add up, file names
+    that no rank would write. UnknownVersionError if it is of another version.
     """
     body = unseal(data)
     if body.get("format") != FORMAT or body.get("version") != VERSION:

@@ -1,18 +1,19 @@
-"""How the ranks that save together find each other, and hear what became of a save: by small files alone.
+"""How the ranks that save together find each other, and hear the outcome of a save: by small files alone.
 
     checkpoints/.ranks/00000.json   rank 0: its session, who it is, whom it has heard, why attempts failed
     checkpoints/.ranks/00001.json   rank 1: its number
 
-A killed job leaves such files too, and nobody may take them for those of this one. So rank 0 draws a session
-and every other rank a number; rank 0 lists the numbers that it finds; and a rank believes a session only if
-its own number is in the list. From then on the session is in the name of every folder that they write.
+A killed job leaves such files too, and nobody may mistake them for this job's. So rank 0 draws a session at
+random and every other rank a number; rank 0 lists the numbers that it finds; and a rank believes a session
+only if its own number is in the list. From then on the session is in the name of every folder that they
+write.
 
-Rank 0 finds its own session in the file as long as no other job has begun to save in the folder. The one that
-began last has it, for a job that is started again must not wait for what is left of the one before, and no
-lock says on all file systems whether that lives. The other one writes and removes nothing there any more.
+Rank 0 finds its own session in the file as long as no other job has begun to save in the folder. The job that
+began last owns the folder, since a restarted job must not wait for remains of the one before, and no lock
+tells on all file systems whether that one lives. The older job writes and removes nothing there any more.
 
-That an attempt succeeded is told by its manifest, that it failed by rank 0's file. On a full disk these files
-take the room that was kept for them before the first save, in checkpoints/.ranks/00000.room and so on.
+Its manifest tells that an attempt succeeded, rank 0's file that it failed. On a full disk these files take
+the room that was kept for them before the first save, in checkpoints/.ranks/00000.room and so on.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from imece.checkpoint.manifest import Json, seal, unseal
 from imece.writing import NO_SPACE, leftovers, write_whole
 
 _SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written
-_MOST_FAILURES = 16  # remembered: the ranks are never more than one attempt apart
+_MOST_FAILURES = 16  # failures remembered: ranks are never more than one attempt apart
 _MOST_BYTES = 64 << 20
-_ROOM_BYTES, _ROOM_BYTES_A_RANK = 4096, 64  # of a note, and of whom rank 0 has heard
+_ROOM_BYTES, _ROOM_BYTES_A_RANK = 4096, 64  # of a note, and of the list of ranks that rank 0 has heard
 
 
 class NotSavedError(Exception):
-    """Why an attempt comes to nothing."""
+    """Why an attempt fails."""
 
 
 class TakenOverError(NotSavedError):
@@ -43,19 +44,19 @@ class TakenOverError(NotSavedError):
 
 
 class Stop(threading.Event):
-    """Set when no save will come to its end any more."""
+    """Set when no save can complete any more."""
 
     why = "training ended"
-    """Before it could, for whoever asks why it did not."""
+    """What happened before the save was complete, for messages."""
 
     def because(self, why: str) -> None:
-        """Set it, and say so."""
+        """Set it, with the reason."""
         self.why = why
         self.set()
 
 
 class Patience:
-    """Waits between looks, and ends when for `limit_s` they have all shown the same."""
+    """Waits between looks, and gives up when they have shown the same for `limit_s`."""
 
     def __init__(self, limit_s: float, stop: Stop) -> None:
         self._limit_s, self._stop = limit_s, stop
@@ -77,10 +78,10 @@ class Patience:
 
 
 class Meeting:
-    """One rank's side. Everything may raise OSError.
+    """One rank's side. Every method may raise OSError.
 
-    number: drawn by this rank; that of rank 0 is the session. all_met: set by rank 0 once all others have
-    found it; a number that it finds from then on is not of this job.
+    number: drawn by this rank; rank 0's is the session. all_met: set by rank 0 once all others have found it;
+    any number that it finds later is not of this job.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
@@ -93,7 +94,7 @@ class Meeting:
         self.all_met = world_size == 1
 
     def keep_room(self) -> None:
-        """For what this rank has to say on a disk that is full: on one that is full already there is none."""
+        """Keep room for this rank's messages, for when the disk is full; impossible if it already is."""
         if self._world_size == 1:
             return  # there is nobody to tell
         room = b" " * (_ROOM_BYTES + _ROOM_BYTES_A_RANK * self._world_size)
@@ -102,7 +103,7 @@ class Meeting:
             write_whole(self._room, room, durable=True)
 
     def arrive(self) -> None:
-        """Makes this rank known to rank 0; or lets rank 0 hear who has come since.
+        """Make this rank known to rank 0; on rank 0, hear who has come since.
 
         TakenOverError, on rank 0, if another job has begun to save here since this one did.
         """
@@ -127,13 +128,13 @@ class Meeting:
         return len(self._heard) >= self._world_size - 1
 
     def session(self) -> str | None:
-        """What all ranks of this job, and only they, know. None as long as rank 0 has not heard this one."""
+        """What all ranks of this job know, and only they. None until rank 0 has heard this rank."""
         if self._session is None and (note := self._of_rank_0()) is not None:
             self._session = str(note["session"])
         return self._session
 
     def failed(self, attempt: str, why: str) -> None:
-        """Rank 0 lets the others know that `attempt` will come to nothing."""
+        """Rank 0 tells the others that `attempt` will fail."""
         if self._world_size > 1:
             self._failed[attempt] = why
             self._failed = dict(list(self._failed.items())[-_MOST_FAILURES:])
@@ -142,11 +143,12 @@ class Meeting:
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
-                self._failed = {attempt: why}  # no longer than what is there
+                self._failed = {attempt: why}  # drop older ones: the file must not grow beyond its room
                 self._tell()
 
     def failure(self, attempt: str) -> str | None:
-        """Why `attempt`, of this session, fails: if rank 0 says so, or another job has begun to save here."""
+        """Why `attempt`, of this session, fails: if rank 0 says so, or if another job has begun to save
+        here."""
         note = self._read(0)
         if note is None:
             return None
@@ -157,8 +159,8 @@ class Meeting:
         self._publish(self._note())
 
     def _publish(self, note: bytes) -> None:
-        """As this rank's file. On a full disk in the room that it has, or that was kept; whoever reads it
-        meanwhile finds it damaged, and looks again.
+        """Write this rank's file. On a full disk, into the room that it has or that was kept; whoever reads
+        it meanwhile finds it damaged, and looks again.
         """
         path = self._path(self._rank)
         try:
@@ -182,7 +184,7 @@ class Meeting:
         return seal({"session": self._session, "who": who, "heard": self._heard, "failed": self._failed})
 
     def _other(self, note: Json) -> str | None:
-        """Whose rank 0's note is, if it is not of the session that this rank knows."""
+        """Whose note rank 0's file is, if it is not of the session that this rank knows."""
         if note.get("session") == self._session:
             return None
         who = note.get("who", "of another imece")
@@ -206,7 +208,7 @@ class Meeting:
                 return unseal(file.read(_MOST_BYTES).rstrip(b" "))
         except FileNotFoundError:
             return None
-        except ValueError:  # cut off by a power failure of long ago
+        except ValueError:  # cut off by an old power failure
             return None
 
     def _path(self, rank: int) -> Path:

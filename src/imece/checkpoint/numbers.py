@@ -1,8 +1,8 @@
-"""What schedulers change of the optimizers' parameter groups: lr, momentum, betas, ...
+"""The numbers of the optimizers' parameter groups that schedulers change: lr, momentum, betas, ...
 
     numbers/NAME/KEY       NAME: that of the first of the group's parameters, in the model's order
 
-So a group goes by name and not by place: another program may have them in another order.
+So a group is found by name and not by position: another program may order groups differently.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NUMBERS = "numbers/"
 
 
 class Numbers:
-    """Of all optimizers of one model."""
+    """The numbers of all optimizers of one model."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], place: Place | None
     ) -> None:
-        """names: of the model's parameters, in its order. place: of this stage, of a model that is cut."""
+        """names: of the model's parameters, in its order. place: of this stage, if the model is cut."""
         self._optimizers, self._names, self._place = optimizers, names, place
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a checkpoint has them. All ranks call it."""
+        """The numbers as a checkpoint has them. All ranks call this."""
         return {
             name: tensor
             for of, group in self._groups()
@@ -45,9 +45,10 @@ class Numbers:
         }
 
     def load(self, saved: Source) -> None:
-        """A scheduler goes on from them. Other groups than before keep their own, with a warning.
+        """Load them, so that a scheduler goes on from there. Groups that differ keep their own, with a
+        warning.
 
-        Of what only one side has nothing is said: schedulers add some, as initial_lr.
+        There is no warning for keys that only one side has: schedulers add some, such as initial_lr.
         """
         kept = keys_of(saved, NUMBERS)
         if not kept:  # in memory, where `imece.steps` has them

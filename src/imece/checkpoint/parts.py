@@ -1,9 +1,9 @@
-"""Tensors that the mesh's axis tensor divides: one tensor a part in the files, whole to whoever reads.
+"""Tensors that the mesh's axis tensor divides: one tensor per part in the files, whole for readers.
 
     NAME@dim1-0of2    part 0 of 2 of NAME, along dim 1
 
-A part along dim 0 is a range of the whole, one along another dim is not: so each is a tensor of its own,
-which the ranks that have it share out as any other.
+A part along dim 0 is a range of the whole, one along another dim is not. So each part is a tensor of its own,
+and the ranks that have it share the writing as for any other tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PART = re.compile(r"(.+)@dim(\d+)-(\d+)of(\d+)")
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one tensor."""
+    """The parts of one tensor."""
 
     dim: int
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ def part_name(name: str, dim: int, index: int, count: int) -> str:
 
 
 def put_together(kinds: Mapping[str, Kind]) -> tuple[dict[str, Kind], dict[str, Parts]]:
-    """(every tensor as it is whole, of which of them there are parts); kinds: as they are in the files."""
+    """(every tensor as a whole, the parts of those that have parts). kinds: as in the files."""
     whole, parts = {}, {}
     for name, kind in kinds.items():
         found = _PART.fullmatch(name)
@@ -41,7 +41,7 @@ def put_together(kinds: Mapping[str, Kind]) -> tuple[dict[str, Kind], dict[str, 
         of, dim, index, count = found[1], *map(int, found.groups()[1:])
         names = tuple(part_name(of, dim, at, count) for at in range(count))
         if any(kinds.get(each) != kind for each in names) or dim >= len(kind.shape):
-            whole[name] = kind  # only called so
+            whole[name] = kind  # a whole tensor with such a name
         elif index == 0:
             whole[of] = Kind(kind.dtype, Divided(dim, 0, count).whole_shape(kind.shape))
             parts[of] = Parts(dim, names)

@@ -1,11 +1,11 @@
-"""Values of Python as plain tensors, by key: checkpoints and copies in memory hold no others.
+"""Python values as plain tensors, by key: checkpoints and copies in memory hold nothing else.
 
-KEY          a tensor; what others may call as they like is quoted as in a URL
+KEY          a tensor; names that others choose are quoted as in a URL
 KEY:int      a number, without dims; int, float or bool
 KEY:str      a text, as JSON in UTF-8
 KEY:none     None
-KEY:list     how many; KEY:list:0 is the first of them, and so on. A tuple's are the same
-KEY:dict     how many; KEY:dict:NAME is that of this name, which is quoted too
+KEY:list     how many; KEY:list:0 is the first of them, and so on. The same for a tuple
+KEY:dict     how many; KEY:dict:NAME is the value of this key, which is quoted too
 KEY:scale    one of the tensors that make up a tensor: torchao's have codes, scale and qmap
 """
 
@@ -27,11 +27,11 @@ _NUMBERS = {
     "int": (int, torch.int64),
     "float": (float, torch.float64),
 }  # a bool is an int to isinstance
-_MANY = (list, tuple, dict)  # no kinds of them, which would not come back as what they are
+_MANY = (list, tuple, dict)  # not their subclasses, which would come back as something else
 
 
 def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """TypeError, with the key, for a value that is or has something else."""
+    """The tensors of `value`. TypeError, with the key, for a value that is or contains something else."""
     kind = type(value).__name__
     if hasattr(value, "__tensor_flatten__"):  # torch's protocol for a tensor that is made of others
         for name in value.__tensor_flatten__()[0]:
@@ -57,14 +57,16 @@ def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def quoted(name: object) -> str:
-    """A key in which nothing stands for more than itself; `unquote` gives the name. TypeError for no text."""
+    """A key in which no character has a special meaning; `unquote` gives the name. TypeError unless it is a
+    text."""
     if type(name) is not str:
         raise TypeError(f"the key {name!r} is of the type {type(name).__name__}")
     return quote(name, safe="")
 
 
 def memory_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that hold it, by name: itself, or those that it is made of, as a quantised one is."""
+    """The tensors that hold its values, by name: itself, or those that it is made of, as for a quantised
+    one."""
     if not is_made_of_others(tensor):
         yield name, tensor
         return
@@ -73,7 +75,7 @@ def memory_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def by_key(found: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What belongs to each key, by what follows it: "" for a tensor, else as "int" or "list:0"."""
+    """What belongs to each key, by what follows it: "" for a tensor, else "int", "list:0" and so on."""
     inner: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in found.items():
         key, _, rest = name.partition(":")
@@ -86,10 +88,10 @@ def value_of(
     tensor: Callable[[Tensor], Tensor] = lambda value: value,
     join: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
 ) -> Any:
-    """The inverse of `plain`. found: as `by_key` gives it of one key.
+    """The inverse of `plain`. found: what `by_key` gives for one key.
 
-    tensor: what becomes of each tensor. join: makes one of those that it is made of. ValueError if there are
-    such, and no `join`.
+    tensor: converts each tensor. join: makes one tensor from those that it is made of. ValueError if that is
+    needed, and there is no `join`.
     """
     kinds = by_key(found)
     if "" in kinds:

@@ -1,7 +1,7 @@
 """Ranks that load the same checkpoint: each verifies a share of its files, and tells the others.
 
-seen    which files these are: those who see others, as each host has a disk of its own, share nothing
-reader  one of the ranks that see the same files, and so come to the same verdict of them
+seen    identifies the files: ranks that see other files, as when each host has its own disk, share nothing
+reader  one of the ranks that see the same files, and so come to the same verdict about them
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_json
 from imece.errors import UserError
 
-_REPLACED = ""  # a verdict: the files are others than when they were opened
+_REPLACED = ""  # a verdict: the files have been replaced since they were opened
 
 
 def newest_of_all(
     folder: Path, damaged: Callable[[str], None], group: dist.ProcessGroup, device: torch.device
 ) -> Saved | None:
-    """`newest`, for ranks that load together. All ranks of `group` call it; each file is read once by them.
+    """`newest`, for ranks that load together. All ranks of `group` call this; together they read each file
+    once.
 
-    Ranks that see the same files come to the same checkpoint. UserError, on all ranks, as `newest`.
+    Ranks that see the same files get the same checkpoint. UserError, on all ranks, as `newest`.
     """
-    lines: dict[str, None] = {}  # each once, in their order
+    lines: dict[str, None] = {}  # each once, in order
     refused: set[object] = set()  # identities of folders
     whole: Saved | None = None
 
     def look() -> tuple[Saved | None, str]:
-        """The newest that looks whole, and what of it is seen."""
+        """The newest that looks complete, and its `seen`."""
 
         def paths() -> list[Path]:
             return [path for _, path in files.step_folders(folder) if identity(path) not in refused]
@@ -45,7 +46,7 @@ def newest_of_all(
                 return found, seen
         return None, ""
 
-    while True:  # until nobody has anything to verify; whoever is done takes part in what the others tell
+    while True:  # until nobody has anything to verify; a rank that is done still listens to the others
         result, mine, wrong = tried(look, group, device, "looking for a checkpoint")
         for rank, text in wrong.items():
             raise mine or UserError(f"rank {rank}: {text}")

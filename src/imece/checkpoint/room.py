@@ -1,4 +1,4 @@
-"""The room for a checkpoint on the disk: what goes away for a new one, and what a person is told of it."""
+"""Room on the disk for a checkpoint: which older ones are removed for a new one, and what people are told."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from imece.errors import UserError
 
 
 class Room:
-    """Of one folder, on rank 0.
+    """The room of one folder, on rank 0.
 
-    session: what the names of this job's attempts begin with.
+    session: the beginning of the names of this job's attempts.
     """
 
     def __init__(self, folder: Path, keep: int, session: str, alarm: Callable[[str], None]) -> None:
         self._folder, self._keep, self._session, self._alarm = folder, keep, session, alarm
-        self._newest: int | None = None  # the step of the last one that was put in place
+        self._newest: int | None = None  # the step of the last checkpoint that was put in place
         self._told = False
 
     def make(self, partial: Path) -> None:
-        """Give up older checkpoints until the disk has room for one more: never the newest, nor the best.
+        """Remove older checkpoints until the disk has room for one more; never the newest, nor the best.
 
-        Only once one of our own is in place: of those before it nobody here knows which can be read.
+        Only once this job has one in place: nobody here knows which of the earlier ones can be read.
         """
         if self._newest is None:
             return
         with contextlib.suppress(OSError, UserError):  # if it matters, the save itself will say so
             newest = files.step_folder(self._folder, self._newest)
-            # Until the manifest is there, all ranks' parts of it are too.
+            # Until the manifest is there, the files of all ranks' parts are too.
             needed = files.taken(newest) + (newest / MANIFEST).stat().st_size
             for keep in range(self._keep - 1, 0, -1):
-                # Free first: what other ranks write meanwhile counts twice, and nothing is given up for it.
+                # Ask for free space first: what other ranks write meanwhile then counts twice, so nothing is
+                # removed in vain.
                 if shutil.disk_usage(self._folder).free + files.taken(partial) >= needed:
                     return
                 self._prune(self._newest, keep)
@@ -45,12 +46,12 @@ class Room:
                     self._alarm(f"no room for {self._keep} checkpoints: older ones make room for new ones")
 
     def taken_by(self, step: int, keep_all: bool) -> None:
-        """The checkpoint of this step is on the disk: what is too many goes. OSError, UserError."""
+        """The checkpoint of this step is on the disk: remove surplus ones. OSError, UserError."""
         self._newest = step
         self._prune(step, sys.maxsize if keep_all else self._keep)
 
     def lacking(self, kinds: Mapping[str, Kind], partial: Path) -> str:
-        """For a save that has failed: how much the disk lacks, and what takes it. "" if it lacks nothing."""
+        """For a save that has failed: how much room is lacking, and what takes it. "" if there is enough."""
         needed = sum(kind.numel * kind.itemsize for kind in kinds.values())
         try:
             free = shutil.disk_usage(self._folder).free + files.taken(partial)

@@ -1,8 +1,8 @@
 """Saving in the background: training stands still only while the tensors are copied.
 
-The steps of a save, in order. On the training's thread: wait for the save before; copy what this rank writes.
+The phases of a save, in order. On the training thread: wait for the save before; copy what this rank writes.
 On a thread of its own: write it, and say so; rank 0 waits until all have said so, and makes a checkpoint of
-it; the others wait for that. So every rank knows what became of it before it begins the next one.
+it; the others wait for that. So every rank knows the outcome before it begins the next save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from imece.checkpoint.writer import Content, Request, Writer, why_of
 from imece.errors import PeerLostError, UserError
 from imece.writing import try_folder
 
-_worlds = 0  # that the mesh has had
+_worlds = 0  # number of worlds that the mesh has had
 _following: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 _following_lock = threading.Lock()  # another thread looks through them
 
@@ -60,22 +60,23 @@ class Checkpoints:
         alarm: Callable[[str], None],
         limit_s: float = 300.0,
     ) -> None:
-        """keep: how many of the newest stay, fewer where the disk has no room for one more; the one with the
-        lowest metric stays as well. What this object has saved of later steps than the newest goes away;
-        what others have is set aside, in a folder left-1, left-2, ... in this one, with an alarm.
+        """keep: how many of the newest stay, fewer if the disk has no room for one more; the one with the
+        lowest metric stays as well. Of later steps than the newest, what this object has saved is removed,
+        and what others have saved is set aside, in a new folder left-1, left-2, ... within this one, with an
+        alarm.
 
-        alarm: called with one line when a save came to nothing, once on every rank to which `save` raised
-        nothing; and on rank 0 when an older one had to go, or one was set aside. Mostly from another thread.
+        alarm: called with one line when a save failed, once on every rank on which `save` raised nothing; on
+        rank 0 also when an older checkpoint had to go, or one was set aside. Mostly from another thread.
         limit_s: how long rank 0 waits while nothing new comes from the others; they wait twice as long for
-        it. UserError if the folder cannot be made.
+        rank 0. UserError if the folder cannot be made.
 
-        Before the first save only some KB are written: room for what ranks tell each other if the disk is
-        full by then. From the first save on every save of another `Checkpoints` that began to save here
-        before is an alarm: the last one has the folder.
+        Before the first save only some KB are written: room for messages between ranks if the disk is full by
+        then. From the first save on, the folder belongs to this object: each save of a `Checkpoints` that
+        began to save here earlier is an alarm.
 
-        rank, world_size: where these are the mesh's, and the mesh gets others (imece.steps), they follow it.
-        A save that is under way then comes to nothing, with an alarm; the next one is of the ranks there are.
-        `save` and `finish` raise PeerLostError where they would wait for a rank that is gone.
+        rank, world_size: if these are the mesh's and the mesh changes (imece.steps), they follow it. A save
+        under way then fails, with an alarm; the next one is of the new ranks. `save` and `finish` raise
+        PeerLostError if they would wait for a rank that is gone.
         """
         if not 0 <= rank < world_size or keep < 1:
             raise ValueError(f"rank {rank} of {world_size}, keep {keep}: keep at least 1")
@@ -84,7 +85,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._saved = True  # the newest save, if any
         self._closed = False
-        self._mesh: meshes.Mesh | None = None  # that is followed
+        self._mesh: meshes.Mesh | None = None  # the mesh that is followed
         with contextlib.suppress(UserError):  # there is none
             mesh = meshes.current()
             self._mesh = mesh if (mesh.rank, mesh.world_size) == (rank, world_size) else None
@@ -100,9 +101,10 @@ class Checkpoints:
             raise _unusable(self._folder, error) from error
 
     def check_writable(self) -> None:
-        """UserError where nothing may be written in the folder: the first save would be an alarm, much later.
+        """UserError if nothing may be written in the folder: otherwise the first save would be an alarm, much
+        later.
 
-        A full disk is no mistake: it may have room by then.
+        A full disk is no error: there may be room by then.
         """
         try:
             try_folder(self._folder)
@@ -110,23 +112,24 @@ class Checkpoints:
             raise _unusable(self._folder, error) from error
 
     def _open(self, rank: int, world_size: int) -> None:
-        """For these ranks, of which nobody has saved anything."""
+        """Begin with these ranks, none of which has saved anything."""
         self._rank, self._world_size, self._worlds = rank, world_size, _worlds
         self._writer = Writer(
             self._folder, rank, world_size, keep=self._keep, limit_s=self._limit_s, alarm=self._alarm
         )
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._lost = ""  # why, if a rank was while a save was under way
+        self._lost = ""  # why, if a rank was lost while a save was under way
         self._saves = 0
 
     def _follow_mesh(self) -> None:
-        """A rank that is gone writes nothing any more, and others count its saves and theirs from here on."""
+        """The mesh has other ranks: a rank that is gone writes nothing any more, and saves are counted from
+        here on."""
         if self._mesh is not None and self._worlds != _worlds and not self._closed:
             self._give_up("the ranks changed")
             self._open(self._mesh.rank, self._mesh.world_size)
 
     def _lose(self, why: str) -> None:
-        """These ranks are no longer all there, but the mesh still is theirs."""
+        """Some of these ranks are gone, but the mesh has not changed yet."""
         if self.is_saving and self._worlds == _worlds:
             self._lost = why
             self._writer.stop.because("a rank was gone")
@@ -141,27 +144,27 @@ class Checkpoints:
         metric: float | None = None,
         keep_all: bool = False,
     ) -> None:
-        """Every rank calls it with the same step; on return the tensors may change.
+        """Every rank calls this with the same step; on return the tensors may change.
 
-        tensors: on any device. A Tensor is whole and equal on all ranks, which deal the bytes of all such
-        out among themselves; of a Slice each rank writes its own. state: a dict, the same on all ranks.
-        rank_state: this rank's own. Both of numbers, texts, None, lists, tuples, dicts, and of tensors and
-        arrays, up to 1 MiB each, which come back as they were: infinities and keys that are numbers too, and
+        tensors: on any device. A Tensor is whole and equal on all ranks, which divide the bytes of all such
+        among themselves; of a Slice each rank writes its own. state: a dict, the same on all ranks.
+        rank_state: this rank's own. Both may hold numbers (also infinite), texts, None, lists, tuples, dicts
+        (also with numbers as keys), and tensors and arrays of up to 1 MiB each; all come back as they were,
         tensors on the CPU.
-        metric: the lower the better; not finite is as good as none. It is compared with those of the same
-        state["metric_on"] and state["metric_over"], if these are given. keep_all: no older one goes away for
-        this one; a later save without it removes what is too many.
+        metric: the lower the better; one that is not finite counts as none. It is compared with those of the
+        same state["metric_on"] and state["metric_over"], if given. keep_all: remove no older checkpoint for
+        this one; a later save without it removes surplus ones.
 
         Waits for the save before, if it is still under way. Makes one copy of what this rank writes, and
-        keeps that memory for the next save. Nothing that goes wrong on the disk is raised: see `finish`.
+        keeps that memory for the next save. Errors of the disk are not raised: see `finish`.
 
         ValueError or TypeError, with the name, for a tensor that cannot be saved, a slice that is not within
-        its tensor, and for what a state cannot hold; on the other ranks that is an alarm, and so it is on all
-        that they disagree on their tensors.
+        its tensor, and for what a state cannot hold; on the other ranks this is an alarm. If ranks disagree
+        on their tensors, it is an alarm on all.
         """
         self._follow_mesh()
         self._wait()
-        self._saves += 1  # also if this one is refused here: the other ranks count it
+        self._saves += 1  # also if this save is refused here: the other ranks count it
         self._saved = False
         step = _whole(step)
         if step < 0 or self._closed:
@@ -180,16 +183,16 @@ class Checkpoints:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> bool:
-        """Waits for the save under way, on all ranks, and says whether the newest save is on the disk.
+        """Wait for the save under way, on all ranks, and say whether the newest save is on the disk.
 
-        All ranks get the same answer. True if there was none.
+        All ranks get the same answer. True if there was no save.
         """
         self._follow_mesh()
         self._wait()
         return self._saved
 
     def close(self, why: str = Stop.why) -> None:
-        """Gives up a save under way, with an alarm (`finish` first, if there is time). Frees the memory.
+        """Give up a save under way, with an alarm (call `finish` first, if there is time). Frees the memory.
 
         why: for that alarm, what has happened before it was complete.
         """
@@ -232,31 +235,31 @@ class Checkpoints:
 
     def _begin(self, step: int, content: Content | Exception, metric: float | None, keep_all: bool) -> None:
         request = Request(self._saves, step, content, metric, keep_all)
-        # A daemon: a rank that fails must be able to end, and what is half-written is never read.
+        # A daemon: a rank that fails must be able to end, and half-written files are never read.
         self._thread = threading.Thread(target=self._run, args=(request,), name="imece-save", daemon=True)
         self._thread.start()
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """The buffer for one save, the one of the save before if it fits. No save is under way."""
+        """The buffer for one save, the last save's if it fits. No save may be under way."""
         if self._buffer.numel() != nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # never both at once
             try:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-            except (MemoryError, RuntimeError) as error:  # torch says the latter
+            except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 raise NotSavedError(
                     f"no memory for a copy of the {nbytes} bytes that this rank writes"
                 ) from error
         return self._buffer
 
     def _run(self, request: Request) -> None:
-        """What the thread of a save does."""
+        """Runs on the thread of a save."""
         try:
             self._writer.save(request)
             self._saved = True
         except BaseException as error:
             if not request.is_told:
                 self._alarm(f"the checkpoint of step {request.step} was not saved: {why_of(error)}")
-            if not isinstance(error, NotSavedError):  # a mistake of ours: with its traceback
+            if not isinstance(error, NotSavedError):  # a mistake of imece's: with its traceback
                 raise
 
 
@@ -266,7 +269,7 @@ def _unusable(folder: Path, error: OSError) -> UserError:
 
 
 def _whole(step: int) -> int:
-    """Of any type of integer. TypeError for 2.7, which would be another step."""
+    """The step as an int, from any integer type. TypeError for 2.7, which would be another step."""
     try:
         return operator.index(step)
     except TypeError:

@@ -1,7 +1,7 @@
-"""What a rank hands in of a sharded model: its parts, and nothing of what it has no part of.
+"""What a rank of a sharded model hands in: its parts, and empty slices of everything else.
 
-All ranks hand in the same names, so what optimizers keep of parts elsewhere is told first. Ranks that hold
-the same shard hand in a piece of it each.
+All ranks hand in the same names, so ranks first tell each other what optimizers keep for parts elsewhere.
+Ranks that hold the same shard each hand in a piece of it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from imece.collectives.texts import gather_json
 from imece.data_parallel.sharded import ShardedDataParallel
 
 Entries = Mapping[Tensor, tuple[str, Mapping[str, Entry]]]
-"""By what is stepped: which optimizer it was made by, and what is kept of it."""
+"""By stepped parameter: its optimizer's classes, and what is kept for it."""
 
 
 def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | Slice]:
-    """Of the parameters that are sharded, frozen ones too, and of what is kept of them. All ranks call it."""
+    """Slices of the sharded parameters, frozen ones too, and of what is kept for them. All ranks call
+    this."""
     sharding, replicas = model.sharding, model.sharding.groups.replicas
     piece = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
     parts = {part.index: part for part in model.parts}
@@ -44,7 +45,7 @@ def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | S
             value = kept[part.parameter][1][key].tensor.contiguous() if part else nothing
             if per:
                 own = share(Slice(value, shape_of(shape, per), start // per), *piece)
-            else:  # whoever has the first element says it for all
+            else:  # the rank with the first element writes it for all
                 says = part is not None and start == 0 and piece[0] == 0
                 own = Slice(value if says else value.new_empty(0), tuple(own_shape), 0)
             found[key_of(slot.name, key)] = own
@@ -59,7 +60,7 @@ def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | S
 def _keys_of_all(
     model: ShardedDataParallel, kept: Entries
 ) -> dict[str, tuple[str, dict[str, tuple[str, int, list[int]]]]]:
-    """{parameter: (made by, {key: (dtype, Entry.per, its shape if that is 0)})}, of all ranks."""
+    """{parameter: (made by, {key: (dtype, Entry.per, its shape if per is 0)})}, of all ranks."""
     mine = {}
     for part in model.parts:
         made_by, entries = kept.get(part.parameter, ("", {}))
@@ -69,7 +70,7 @@ def _keys_of_all(
                 for key, (value, per) in entries.items()
             }
             mine[part.name] = made_by, kinds
-    # Few optimizers keep different things of different parameters: each kind is said once.
+    # Few optimizers keep different things for different parameters: each kind is sent once.
     names = defaultdict(list)
     for name, keys in mine.items():
         names[json.dumps(keys)].append(name)

@@ -1,7 +1,8 @@
-"""Saving and loading where each rank of the mesh's axis pipeline has some layers of the model.
+"""Saving and loading if each rank of the mesh's axis pipeline has some layers of the model.
 
-All ranks of the mesh save into one checkpoint, for which they hand in the same names: of what others have, a
-rank hands in none. As parameters have the names of the whole model, any other number of stages can load it.
+All ranks of the mesh save into one checkpoint and hand in the same names; for what other stages have, a rank
+hands in an empty slice. As parameters have the names of the whole model, any other number of stages can load
+it.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ _OF_NAMES = ("model/", "optimizer/", "made_by/", "extra/")
 
 
 def place_of(model: nn.Module) -> Place | None:
-    """Where a part of a pipeline is; None for a model that is not cut."""
+    """The place of a part within its pipeline; None for a model that is not cut."""
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     place = getattr(plain, "place", None)
     return place if isinstance(place, Place) else None
 
 
 def whole(tensor: Tensor) -> Slice:
-    """All of it."""
+    """A slice of the whole tensor."""
     return Slice(tensor.contiguous(), tuple(tensor.shape), 0)
 
 
 def share(value: Slice, index: int, count: int) -> Slice:
-    """What one writes of what several ranks have alike."""
+    """What one rank writes of a slice that several ranks have."""
     first, last = (value.tensor.numel() * at // count for at in (index, index + 1))
     return Slice(value.tensor.view(-1)[first:last], value.shape, value.start + first)
 
 
 def of_all_stages(tensors: Mapping[str, Tensor | Slice], place: Place) -> dict[str, Tensor | Slice]:
-    """What a rank hands in of a model that is cut; tensors: as if its part were all. All ranks call it."""
+    """What a rank of a cut model hands in. tensors: as if its part were all. All ranks call this."""
     mine = {
         name: (str(tensor.dtype).removeprefix("torch."), list(value.shape))
         for name, value in tensors.items()
@@ -59,8 +60,8 @@ def of_all_stages(tensors: Mapping[str, Tensor | Slice], place: Place) -> dict[s
 
 
 def names_of_groups(names: Sequence[str | None], place: Place) -> list[str | None]:
-    """Of parameter groups, by their place in the optimizers: as of the whole model, where a group goes by
-    its first parameter. names: in this part; None: it has none of the group. All ranks call it.
+    """The names of parameter groups, by their place in the optimizers, as for the whole model: a group goes
+    by its first parameter. names: in this part; None if the part has nothing of a group. All ranks call this.
     """
     every = gather_json(list(names), place.pipeline, place.device, "names of parameter groups")
     if len({len(each) for each in every}) > 1:
@@ -90,6 +91,6 @@ class OfThisStage:
 
 
 def as_stage(saved: Source, model: nn.Module) -> Source:
-    """What this rank is to load of it."""
+    """What this rank should load of `saved`."""
     place = place_of(model)
     return saved if place is None else OfThisStage(saved, place)

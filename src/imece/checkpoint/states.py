@@ -1,9 +1,9 @@
-"""States as JSON, from which they come back as they were: JSON's keys are texts alone, its numbers finite.
+"""States as JSON, and back as they were; JSON itself has only texts as keys and finite numbers.
 
-A scheduler that looks up step 30 in {"30": 1} finds nothing there, and nobody sees it. Learning rates and the
-states of random generators may be small tensors and arrays: these are their bytes.
+A scheduler that looks up step 30 in {"30": 1} silently finds nothing. Learning rates and the states of random
+generators may be small tensors and arrays, which are written as their bytes.
 
-{"imece/kind": KIND, "of": [...]} stands for what JSON has no word for; for a dict that looks like it too.
+{"imece/kind": KIND, "of": [...]} stands for what JSON cannot express, and for a dict that looks like this.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "array": lambda said: _array(*said),
 }
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_PLAIN = frozenset({int, str, bool, type(None)})  # long lists are mostly of these: not one call for each
-_MOST_BYTES = 2**20  # of one tensor or array: each rank's states are in the one manifest
-_DEEPEST = 100  # levels; whoever reads it may stand deep in calls already
+_PLAIN = frozenset({int, str, bool, type(None)})  # long lists mostly have these: not one call for each
+_MOST_BYTES = 2**20  # of one tensor or array: all ranks' states are in the one manifest
+_DEEPEST = 100  # levels; the reader's stack may be deep already
 
 
 class _TooLargeError(Exception):
-    """A tensor or an array."""
+    """A tensor or an array is too large."""
 
 
 def as_json(value: Any, name: str, instead: str = "save it with the tensors") -> Any:
-    """A copy of which JSON can say all; the value may change afterwards.
+    """A copy that JSON can express; the value may change afterwards.
 
     name: of the value, for messages; instead: what to do with a tensor that is too large. TypeError, with its
-    place, for what is neither number, text, None, list, tuple, dict, dense tensor nor array of numbers;
+    place, for anything but numbers, texts, None, lists, tuples, dicts, dense tensors and arrays of numbers;
     ValueError for what is nested too deeply or too large.
     """
     try:
@@ -104,9 +104,10 @@ def _array(dtype: str, shape: list[int], text: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse: keys that are numbers, tuples, Counters and infinities are again what they were.
+    """The inverse: keys that are numbers, tuples, Counters and infinities come back as they were.
 
-    Tensors are on the CPU. KeyError, TypeError, ValueError or RecursionError for what `as_json` has not made.
+    Tensors are on the CPU. KeyError, TypeError, ValueError or RecursionError for anything that `as_json` did
+    not make.
     """
     if isinstance(value, list):
         return [each if type(each) in _PLAIN else from_json(each) for each in value]

@@ -1,17 +1,17 @@
 """A model and its optimizers as named tensors and slices, whatever the strategy and the number of ranks.
 
     model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
-    optimizer/NAME/KEY     what its optimizer keeps of it: exp_avg, momentum_buffer, step, ... (kept.py)
+    optimizer/NAME/KEY     what its optimizer keeps for it: exp_avg, momentum_buffer, step, ... (kept.py)
     made_by/NAME/CLASSES   which optimizer that was: a name without elements
-    numbers/NAME/KEY       what schedulers change of a parameter group: lr, momentum, betas, ... (numbers.py)
-    extra/NAME/STATE       what a module's get_extra_state gives
+    numbers/NAME/KEY       what schedulers change in a parameter group: lr, momentum, betas, ... (numbers.py)
+    extra/NAME/STATE       what a module's get_extra_state returns
     left_out/, beside/     digests of a frozen base: base.py
 
-What is no tensor is made of some, with other keys: plain.py.
+Values that are no tensors become tensors with other keys: plain.py.
 
-A rank hands in what it holds: whole tensors that all ranks have alike, of which `deal` gives it a share to
-write; or slices that it alone owns (sliced.py). So nothing is gathered, and whoever loads asks for the
-elements it owns.
+A rank hands in what it holds: whole tensors that are equal on all ranks, of which `deal` gives it a share to
+write; or slices that it alone owns (sliced.py). So nothing is gathered, and a loading rank asks for the
+elements that it owns.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class TrainingState:
     ) -> None:
         """optimizers: all that step the model; [] for a state without what they keep.
 
-        frozen: False leaves out of checkpoints the base under adapters: what was frozen when the model was
-        wrapped, and is as it was at the first `tensors()` or `load` of this. Digests are in its place, and a
-        model with another base is refused. What has been changed meanwhile stays in, as an average of weights
-        is; but a change by `.data` is not seen.
+        frozen: False leaves the base under adapters out of checkpoints: parameters that were frozen when the
+        model was wrapped and have not changed since the first `tensors()` or `load` of this object.
+        Checkpoints have their digests instead, and a model with another base is refused. Parameters that
+        changed meanwhile, by an average of weights, say, stay in; but a change by `.data` is not noticed.
 
-        Of a model that is divided along the mesh's axes tensor and pipeline all ranks of the mesh have such
-        a state, and save into one checkpoint, which any other number of them can load. It leaves nothing out.
+        For a model that is divided along the mesh's axes tensor and pipeline, all ranks of the mesh have such
+        a state and save into one checkpoint, which any other number of ranks can load. It leaves nothing out.
 
-        TypeError for a model that is not wrapped. ValueError for some of the optimizers that step a sharded
-        model, and for one that steps another; a warning where the model is replicated, and none of these
-        steps some of the parameters that are trained.
+        TypeError if the model is not wrapped. ValueError if only some of the optimizers that step a sharded
+        model are given, or one that steps another model. A warning if the model is replicated and none of
+        these steps some trained parameter.
         """
-        model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
+        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"TrainingState: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
@@ -98,14 +98,14 @@ class TrainingState:
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
         self._numbers = Numbers(given, self._names, self._place)
         self._extra = list(with_extra_state(model.module))
-        self._left_out = set[object]()  # of which it was said
+        self._left_out = set[object]()  # what was warned about
         self._own: dict[str, Tensor | Slice] = {}
-        self._own_lay: list[tuple[Tensor, int]] = []  # what that was made of, and where in memory
+        self._own_lay: list[tuple[Tensor, int]] = []  # what `own` was made of, and where in memory
         self._base = Base(model, is_left_out=not frozen)
         self._check_given(given)
 
     def tensors(self) -> dict[str, Tensor | Slice]:
-        """All of it, as this rank has it. All ranks call it, after as many steps."""
+        """The whole state, as this rank has it. All ranks call this, after equally many steps."""
         model = self._model
         found: dict[str, Tensor | Slice] = dict(self._whole_parameters())
         found |= self._sharded(model) if isinstance(model, ShardedDataParallel) else self._kept_whole()
@@ -134,15 +134,15 @@ class TrainingState:
         return found
 
     def own(self) -> dict[str, Tensor | Slice]:
-        """What of `tensors()` lies on this rank, without asking another: to be copied after each step.
+        """The part of `tensors()` on this rank, without asking others: for a copy after each step.
 
-        All ranks' together are all of it. A Tensor is whole, and each rank that has it has the same (buffers
-        may differ: rank 0's count); a Slice says which elements of it it is. Replicas give the same elements.
-        With `kinds` and `deal(own, kinds, 0, 1)` the pieces can be described and laid into one buffer.
+        Those of all ranks are the whole. A Tensor is whole, and equal on each rank that has it (except
+        buffers: rank 0's count); a Slice says which elements it is. Replicas return the same elements. With
+        `kinds` and `deal(own, kinds, 0, 1)` the pieces can be described and laid into one buffer.
 
-        Of a sharded model without the frozen parameters: see `still`.
+        For a sharded model without the frozen parameters: see `still`.
 
-        The same object again if all of it lies where it lay: see `forget`.
+        Returns the same object again if everything lies where it lay: see `forget`.
         """
         lay = self._lay()
         if lay is None or not _are_same(lay, self._own_lay):
@@ -150,8 +150,8 @@ class TrainingState:
         return self._own
 
     def still(self) -> dict[str, Tensor | Slice]:
-        """What of `tensors()` lies on this rank alone and no step changes: its parts of frozen parameters,
-        where they are gathered. In memory that all ranks have in common they are whole on each."""
+        """The part of `tensors()` that only this rank has and no step changes: its parts of frozen
+        parameters, if they are gathered. In memory that ranks share, frozen parameters are whole on each."""
         model = self._model
         if not isinstance(model, ShardedDataParallel) or model.sharding.common_parameters:
             return {}
@@ -161,11 +161,11 @@ class TrainingState:
         }
 
     def forget(self) -> None:
-        """Do not hold what `own` has found: the memory is to be let go."""
+        """Let go of what `own` has found, whose memory is to be freed."""
         self._own, self._own_lay = {}, []
 
     def _lay(self) -> list[tuple[Tensor, int]] | None:
-        """What `own` finds of a sharded model, and where; None if some of it has to be made for it."""
+        """What `own` finds of a sharded model, and where; None if some of it is made on request."""
         found = list(self._parts())
         if not found or self._extra:
             return None
@@ -200,13 +200,13 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, saved: Source, *, frozen: bool = True) -> None:
-        """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call it.
+        """Fill parameters and optimizers from a checkpoint of any world and strategy. All ranks call this.
 
-        frozen: False: `frozen_names` need not be there.
+        frozen: False: `frozen_names` may be missing.
 
         UserError, with the first names and shapes that differ, for a checkpoint of another model; also for
-        what another optimizer kept, for states in blocks that are not those of this optimizer, and where the
-        checkpoint leaves out a frozen base, for another one.
+        another optimizer's state, for states in blocks of another kind, and for another base if the
+        checkpoint leaves a frozen base out.
         """
         if isinstance(saved, str | Path):
             raise TypeError(
@@ -246,7 +246,7 @@ class TrainingState:
                     "run: make the optimizer as it was, or take the weights alone with imece.load_weights"
                 )
         fill(self._model, saved)
-        of_model = kept_names(saved)  # in memory without those that are frozen
+        of_model = kept_names(saved)  # in memory without frozen ones
         for name, stepped, kept in steps:
             found, of = {}, parts.get(stepped)
             whole = of.shape if of is not None else tuple(stepped.shape)
@@ -261,7 +261,7 @@ class TrainingState:
         self._numbers.load(saved)
 
     def _entries(self, name: str, stepped: Tensor, kept: Kept) -> Mapping[str, Entry]:
-        """All that is kept of it, or nothing: a count of steps without what they have left would do harm."""
+        """Everything kept for a parameter, or nothing: a step count without the rest would do harm."""
         try:
             return kept.entries(stepped)
         except TypeError as error:
@@ -270,7 +270,7 @@ class TrainingState:
             return {}
 
     def _of_modules(self) -> dict[str, Tensor]:
-        """Buffers, and extra states."""
+        """Buffers and extra states."""
         found = {MODEL + name: each.detach() for name, each in buffers_of(self._model.module)}
         for name, module in self._extra:
             try:
@@ -281,7 +281,7 @@ class TrainingState:
         return found
 
     def _of_rank_0(self) -> dict[str, Tensor | Slice]:
-        """It is its buffers that the others get in a forward."""
+        """The others get rank 0's buffers in a forward."""
         first = self._model.process_group.rank() == 0
         return {
             name: Slice(each.contiguous() if first else each.new_empty(0), tuple(each.shape), 0)
@@ -289,7 +289,7 @@ class TrainingState:
         }
 
     def _warn(self, of: object, text: str) -> None:
-        """Once of each, where every checkpoint would say it anew."""
+        """Warn once about each, or every checkpoint would repeat it."""
         if of not in self._left_out:
             self._left_out.add(of)
             warnings.warn(
@@ -297,24 +297,25 @@ class TrainingState:
             )
 
     def base_digest(self) -> str:
-        """Of the frozen base that checkpoints leave out, in hex. All ranks call it."""
+        """A digest of the frozen base that checkpoints leave out, in hex. All ranks call this."""
         return self._base.digest()
 
     def frozen_names(self) -> set[str]:
-        """Parameters that are not trained, as they are saved. `own` leaves out those of a sharded model."""
+        """Parameters that are not trained, by their saved names. `own` leaves out those of a sharded
+        model."""
         if self._model.sharded_names:
             shared_out = {MODEL + name for name in self._model.frozen_names}
             return {name for name, _ in self._whole_parameters()} | shared_out
         return {MODEL + name for name, _ in in_memory(self._model._frozen)}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of which every rank has all, by the names under which they are saved."""
+        """Parameters that every rank has whole, by their saved names."""
         sharded = {*self._model.sharded_names}
         named = ((MODEL + name, each.detach()) for each, name in self._names.items() if name not in sharded)
         return in_memory(named)
 
     def _check_given(self, given: Sequence[Optimizer]) -> None:
-        """What is not given is not saved, which nobody would see before the state is loaded."""
+        """A missing optimizer is not saved, which nobody would notice before the state is loaded."""
         if isinstance(self._model, ShardedDataParallel):
             its = [each.optimizer for each in self._model.stepped]
             lacking = [each for each in its if all(each is not other for other in given)] if given else []
@@ -341,7 +342,7 @@ class TrainingState:
         return {part.parameter: part for part in self._model.parts}
 
     def _stepped(self) -> Iterator[tuple[str, Tensor, Kept]]:
-        """By the name of the whole parameter."""
+        """What is stepped, by the name of the whole parameter."""
         parts = self._parts()
         for optimizer, kept in self._optimizers:
             for group in optimizer.param_groups:
@@ -350,7 +351,7 @@ class TrainingState:
 
 
 def _read(saved: Source, name: str, per: int, part: Part | None, parameter: Tensor) -> Tensor:
-    """What is kept of this part in a tensor of which one element belongs to `per` of the parameter."""
+    """What is kept for this part, from a tensor with one element for each `per` of the parameter."""
     if part is None or not per:
         return saved.tensor(name)
     shape, expected = saved.shape(name), shape_of(part.shape, per)
@@ -363,7 +364,7 @@ def _read(saved: Source, name: str, per: int, part: Part | None, parameter: Tens
 
 
 def _are_same(lay: Sequence[tuple[Tensor, int]], other: Sequence[tuple[Tensor, int]]) -> bool:
-    """The same objects at the same places; to compare tensors with == would compare their elements."""
+    """Whether these are the same objects at the same places; == would compare the tensors' elements."""
     return len(lay) == len(other) and all(
         a is b and at == then for (a, at), (b, then) in zip(lay, other, strict=True)
     )

@@ -1,10 +1,10 @@
-"""A model's weights out of a checkpoint, and nothing that optimizers keep: into any model, wrapped or not.
+"""Loads only a model's weights from a checkpoint, without optimizer state: into any model, wrapped or not.
 
-model/NAME    a parameter, or a buffer that belongs to the model's state, by its name in the plain model
-                    one that is made of others is these, as NAME:PART, a quantised one its codes and scales
-extra/NAME/STATE    what a module's get_extra_state gives, as plain tensors (plain.py)
-left_out/NAME       of a frozen parameter that is not there: base.py
-held          what a rank has of one of them: all of it, or the part that it owns
+model/NAME    a parameter, or a buffer in the model's state dict, by its name in the plain model; a tensor
+              that is made of others is these, as NAME:PART: a quantised one its codes and scales
+extra/NAME/STATE    what a module's get_extra_state returns, as plain tensors (plain.py)
+left_out/NAME       for a frozen parameter that is not there: base.py
+held          what a rank has of a tensor: all of it, or the part that it owns
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of `load_weights`: the step of the checkpoint, and the names that only one side has."""
+    """The result of `load_weights`: the checkpoint's step, and the names that only one side has."""
 
     step: int
     missing: tuple[str, ...]
-    """Of the model, not in the checkpoint: they are as they were."""
+    """Names in the model but not in the checkpoint; they are unchanged."""
     unexpected: tuple[str, ...]
-    """In the checkpoint, not of the model: they were not read."""
+    """Names in the checkpoint but not in the model; they were not read."""
 
 
 def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool = True) -> Loaded:
     """Fill a model's parameters, buffers and extra states from a checkpoint of any world and any strategy.
 
     model: any, or one that `imece.parallelize` or `imece.DistributedDataParallel` has wrapped; then all ranks
-    call it, and each reads what it holds. source: a checkpoint, or a folder of checkpoints or a run folder,
-    of which the newest whole one is taken; a line on standard error for each newer one, which is damaged.
+    call this, and each reads what it holds. source: a checkpoint; or a folder of checkpoints or a run folder,
+    of which the newest undamaged one is taken, with a line on standard error for each newer damaged one.
 
-    UserError, with the first names and shapes: if a tensor has another shape; if strict, also if one side has
-    names that the other has not, and if a frozen base that the checkpoint leaves out is not that of the model
-    (not strict, nobody looks). If there is no checkpoint that can be read. On all ranks, if on one of them.
-    ValueError for a model without memory, on the meta device.
+    UserError, with the first names and shapes, if a tensor has another shape; if strict, also if one side has
+    names that the other lacks, and if the checkpoint leaves out a frozen base that is not the model's (not
+    strict, this is not checked). Also if there is no checkpoint that can be read. An error on one rank is
+    raised on all. ValueError for a model on the meta device.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
     for name, each in shaped(model).items():
         if each.is_meta:
             raise ValueError(f"{name} is on the meta device, without memory: call to_empty() first")
@@ -73,8 +73,8 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
         return saved, Expected.by(saved)
 
     saved, expected = together(model, look)
-    # All have found the same: one says what was passed over. And nobody writes into memory that all have in
-    # common while one still reads.
+    # All have found the same, so one rank reports what was passed over. And no rank writes into shared memory
+    # while another still reads.
     _check_same(model, saved)
     if not isinstance(model, DistributedDataParallel) or model.process_group.rank() == 0:
         for line in damaged:
@@ -90,9 +90,9 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
 
 
 def find(path: Path, damaged: list[str]) -> Saved:
-    """The checkpoint that this folder is; or the newest whole one in it, or in the run that it is of.
+    """The checkpoint in this folder; or the newest undamaged one in it, or in the run that it belongs to.
 
-    damaged: gets a line for each newer one that is not whole. UserError if there is none.
+    damaged: gets a line for each newer one that is damaged. UserError if there is none.
     """
     if os.path.exists(path / MANIFEST):
         return open_checkpoint(path)
@@ -104,16 +104,16 @@ def find(path: Path, damaged: list[str]) -> Saved:
 
 
 def shaped(model: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint has under MODEL, by its name in the plain model. To ask for shapes only.
+    """All that a checkpoint has under MODEL, by its name in the plain model; for shapes only.
 
-    A tensor that has several names goes by the first.
+    A tensor with several names goes by the first.
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     return dict(in_memory(plain.named_parameters())) | dict(buffers_of(plain))
 
 
 def buffers_of(plain: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are in a state dict: running means, but no tables that can be computed again."""
+    """Buffers in the state dict: running means, but no tables that can be computed again."""
     known: set[int] = set()
     for prefix, module in plain.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
@@ -130,7 +130,7 @@ def with_extra_state(plain: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
-    """(name, first element, memory) of what this rank has. Of what is sharded, that is its part's master."""
+    """(name, first element, memory) of what this rank has; for a sharded parameter, its part's master."""
     sharded = set[str]()
     if isinstance(model, DistributedDataParallel):
         sharded.update(model.sharded_names)
@@ -142,9 +142,9 @@ def held(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def fill(model: nn.Module, saved: Source) -> None:
-    """All that this rank holds and the checkpoint has; shapes are known to be the same.
+    """Fill all that this rank holds and the checkpoint has; shapes must be equal.
 
-    The other ranks do not know of it: see `ShardedDataParallel.take_over_masters`.
+    The other ranks do not learn of it: see `ShardedDataParallel.take_over_masters`.
     """
     if isinstance(model, DistributedDataParallel):
         model.settle()  # a gather may still read a part
@@ -161,7 +161,7 @@ def fill(model: nn.Module, saved: Source) -> None:
 
 
 def keys_of(saved: Source, prefix: str) -> dict[str, list[str]]:
-    """{NAME: [KEY]} of tensors that are called prefix + NAME/KEY."""
+    """{NAME: [KEY]} for tensors named prefix + NAME/KEY."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in saved.names():
         if name.startswith(prefix):
@@ -171,14 +171,15 @@ def keys_of(saved: Source, prefix: str) -> dict[str, list[str]]:
 
 
 def kept_names(saved: Source) -> set[str]:
-    """Of the model."""
+    """Names of the model's tensors in a checkpoint."""
     return {name.removeprefix(MODEL) for name in saved.names() if name.startswith(MODEL)}
 
 
 def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: bool = True) -> None:
-    """UserError unless a checkpoint has these tensors and no others. Not strict: in so far as it has them.
+    """UserError unless a checkpoint has these tensors and no others. Not strict: only shapes of common names
+    count.
 
-    What it leaves out of a frozen base is looked at elsewhere: `Expected.check`.
+    `Expected.check` looks at a frozen base that was left out.
     """
     kept = kept_names(saved)
     left_out = {name.removeprefix(LEFT_OUT) for name in saved.names() if name.startswith(LEFT_OUT)}
@@ -197,7 +198,8 @@ def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: b
 
 
 def together(model: nn.Module, call: Callable[[], Result]) -> Result:
-    """`call()`, without any collective in it, on all ranks of a model; UserError on all if on one."""
+    """Run `call()`, which makes no collective, on all ranks of a model; a UserError on one is raised on
+    all."""
     if not isinstance(model, DistributedDataParallel):
         return call()
     result, mine, wrong = tried(call, model.process_group, model.device, "reading a checkpoint")
@@ -209,7 +211,7 @@ def together(model: nn.Module, call: Callable[[], Result]) -> Result:
 
 
 def _check_same(model: nn.Module, saved: Saved) -> None:
-    """UserError, on all ranks, unless they have found the same checkpoint."""
+    """UserError, on all ranks, unless all have found the same checkpoint."""
     if not isinstance(model, DistributedDataParallel):
         return
     mine = [f"step {saved.step} ({saved.attempt})"]

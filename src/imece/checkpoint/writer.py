@@ -19,7 +19,7 @@ from imece.checkpoint.room import Room
 from imece.errors import UserError
 from imece.writing import NO_SPACE, NOT_ALLOWED, sync_folder
 
-# After which a folder that is neither partial nor in place is taken for removed: file systems of several
+# After this long, a folder that is neither partial nor in place counts as removed: file systems of several
 # hosts may show a new name late.
 _GONE_S = 60.0
 
@@ -42,24 +42,24 @@ class Request:
 
     number: int  # of this `Checkpoints`, the same on all ranks
     step: int
-    content: Content | Exception  # the latter: why this rank has none, and the others are to hear of it
+    content: Content | Exception  # an Exception says why this rank has no content; the others hear of it
     metric: float | None
     keep_all: bool
 
     @property
     def is_told(self) -> bool:
-        """Whether `save` has raised what is wrong with it on this rank."""
+        """Whether `save` has raised the error on this rank."""
         return isinstance(self.content, Exception) and not isinstance(self.content, NotSavedError)
 
     def written(self) -> Content:
-        """What this rank writes. NotSavedError if it has none."""
+        """What this rank writes. NotSavedError if it has nothing."""
         if isinstance(self.content, Exception):
             raise NotSavedError(why_of(self.content))
         return self.content
 
 
 class Writer:
-    """One rank's part of every save, as long as the ranks are the same: what the thread of a save does."""
+    """One rank's part of every save, while the ranks stay the same. Runs on the thread of a save."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class Writer:
         self._room = Room(folder, keep, self._meeting.number, alarm)
 
     def save(self, request: Request) -> None:
-        """NotSavedError if it comes to nothing, on all ranks."""
+        """NotSavedError, on all ranks, if the save fails."""
         if self._rank == 0:
             self._lead(request)
         else:
             self._follow(request)
 
     def _lead(self, request: Request) -> None:
-        """Rank 0's part. NotSavedError once all that was written is removed and the others are told."""
+        """Rank 0's part. NotSavedError once everything written is removed and the others are told."""
         attempt = f"{self._meeting.session()}-{request.number}"
         partial = files.partial_folder(self._folder, request.step, attempt)
         final = files.step_folder(self._folder, request.step)
@@ -110,14 +110,14 @@ class Writer:
             try:
                 self._hear_all()
                 self._meeting.failed(attempt, why)
-            except TakenOverError as other:  # and its clean-up is what has failed us, perhaps
+            except TakenOverError as other:  # and perhaps its clean-up made us fail
                 why = str(other)
             except (OSError, NotSavedError):  # then the others wait until their time is up
                 pass
             if isinstance(error, OSError | ValueError | UserError | NotSavedError):
                 raise NotSavedError(why) from error
             raise
-        # What can be loaded counts as saved, on all ranks; but nothing goes before it surely stays.
+        # What can be loaded counts as saved, on all ranks; but nothing is removed before it is sure to stay.
         try:
             sync_folder(self._folder)
             files.drop_old(final)
@@ -142,9 +142,9 @@ class Writer:
             try:
                 (partial / file_name(self._rank)).unlink(missing_ok=True)  # makes room for the excuse
                 commit.write_excuse(partial, self._rank, own)
-            except FileNotFoundError:  # rank 0 has removed the folder meanwhile, and is about to say why
+            except FileNotFoundError:  # rank 0 has removed the folder, and is about to say why
                 pass
-            except OSError:  # then rank 0 waits until its time is up; but what becomes of it is known here
+            except OSError:  # then rank 0 waits until its time is up; but the outcome is known here
                 if isinstance(error, OSError | NotSavedError):
                     raise NotSavedError(f"rank {self._rank}: {own}") from error
             if not isinstance(error, OSError | NotSavedError):
@@ -152,7 +152,7 @@ class Writer:
         there_at = time.monotonic()
         while not _is_of(final, attempt):
             if (theirs := self._failure(attempt)) is not None:
-                shutil.rmtree(partial, ignore_errors=True)  # what this rank wrote after rank 0 removed it
+                shutil.rmtree(partial, ignore_errors=True)  # written by this rank after rank 0 removed it
                 raise NotSavedError(theirs)
             if partial.exists():
                 there_at = time.monotonic()
@@ -161,13 +161,13 @@ class Writer:
             try:
                 patience.wait(_sizes(partial), "rank 0")
             except NotSavedError as error:
-                # Of two renames one comes first: either rank 0 cannot put it in place any more, or it has.
+                # One of two renames comes first: either rank 0 cannot put it in place any more, or it has.
                 if not self.stop.is_set() and not files.withdraw(partial) and _is_of(final, attempt):
                     return
                 raise NotSavedError(f"rank {self._rank}: {own}" if own else str(error)) from error
 
     def _write_in_time(self, content: Content, partial: Path, attempt: str) -> None:
-        """On a full disk rank 0 makes room before it writes: what was too early for that is written again."""
+        """On a full disk rank 0 makes room before it writes; a rank that wrote too early writes again."""
         try:
             self._write(content, partial)
             return
@@ -183,7 +183,7 @@ class Writer:
         self._write(content, partial)
 
     def _write(self, content: Content, partial: Path) -> Part:
-        """This rank's tensors, then its word that they are there."""
+        """Write this rank's tensors, then the note that they are there."""
         partial.mkdir(parents=True, exist_ok=True)
         chunks = (header(content.pieces), content.buffer.numpy().data)
         nbytes, sha256 = files.write(partial / file_name(self._rank), chunks, self._go_on)
@@ -193,7 +193,8 @@ class Writer:
         return part
 
     def _hear_all(self) -> None:
-        """A rank that has not been heard yet would not believe what rank 0 says of an attempt."""
+        """Wait for all ranks: one that was not heard yet would not believe what rank 0 says about an
+        attempt."""
         patience = Patience(self._limit_s, self.stop)
         self._meeting.arrive()
         while not self._meeting.all_heard:
@@ -201,7 +202,8 @@ class Writer:
             self._meeting.arrive()
 
     def _await_parts(self, partial: Path, attempt: str) -> list[Part]:
-        """Of ranks 1, 2, ...: as soon as all have come, or one cannot, or saves another step."""
+        """The parts of ranks 1, 2, ...: returns when all have come, or one cannot come or saves another
+        step."""
         patience = Patience(self._limit_s, self.stop)
         parts: dict[int, Part] = {}
         while missing := [rank for rank in range(1, self._world_size) if rank not in parts]:
@@ -227,7 +229,7 @@ class Writer:
             self._meeting.arrive()
             return self._meeting.session()
         except OSError as error:
-            if error.errno in NOT_ALLOWED:  # rank 0 will never hear this one
+            if error.errno in NOT_ALLOWED:  # rank 0 will never hear this rank
                 raise NotSavedError(f"rank {self._rank}: {why_of(error)}") from error
             return None  # looked at again until time is up
 
@@ -253,7 +255,7 @@ def _is_of(final: Path, attempt: str) -> bool:
 
 
 def _sizes(partial: Path) -> list[tuple[str, int]]:
-    """What changes as long as any rank writes."""
+    """Changes as long as any rank writes."""
     try:
         return sorted((path.name, path.stat().st_size) for path in partial.iterdir())
     except OSError:  # not there yet, or no more; a file was renamed meanwhile

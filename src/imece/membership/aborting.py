@@ -1,12 +1,12 @@
-"""Collectives on a GPU that wait for a rank that is gone, which no connection tells them: they are aborted.
+"""Aborts collectives on a GPU that wait for a lost rank, which no connection tells them.
 
-    aborted   the communicators of a generation's groups on GPUs: what waits for them ends
-    check     says so to a rank that goes on as if its sums had come
+    aborted   the communicators of a generation's groups on GPUs: whatever waits for them ends
+    check     raises for a rank that would go on as if its sums had come
 
 A call on the CPU ends with its connections (imece.connections). NCCL's runs on the GPU, and waits there for
-what another rank writes. When it is aborted it leaves anything in its buffers, and tells nobody. So before
-each update a rank waits until the sums are there that it takes, and asks whether they are any; and so it does
-before it believes a number that came over a GPU.
+what another rank writes. An aborted call leaves anything in its buffers, and tells nobody. So before each
+update a rank waits until the sums that it takes are complete, and checks that they were not aborted; and so
+it does before it believes a number that came over a GPU.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch.optim import Optimizer
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.errors import PeerLostError
 
-_ABORT_S = 20.0  # after which it is taken for stuck: others wait for this rank to meet them
+_ABORT_S = 20.0  # after this long, aborting counts as stuck: others wait for this rank to meet them
 
 
 class Aborting:
-    """For one member: the groups of the generation that it is in."""
+    """Aborts the groups of one member's generation."""
 
     def __init__(self) -> None:
         self._aborted = False
-        self._updates = False  # in the step under way, with sums that had come
-        self._came = False  # all that the updates of the step under way take
+        self._updates = False  # an update was made in the step under way, with sums that had come
+        self._came = False  # all sums that the updates of the step under way take have come
         self._ending: threading.Thread | None = None
 
     def begin(self) -> None:
-        """A generation begins: the groups until now are of no use any more."""
+        """A generation begins: earlier groups are of no use any more."""
         self._aborted = self._updates = self._came = False
 
     def abort(self) -> None:
-        """End what waits, once in a generation; in a thread, for that may take its time. From any thread."""
+        """End whatever waits, once in a generation; in a thread, as it may take its time. From any thread."""
         if self._aborted:
             return
         backends = device_backends()
@@ -49,7 +49,7 @@ class Aborting:
             self._ending.start()
 
     def wait(self) -> None:
-        """Until what `abort` has begun is over: then the groups can be destroyed."""
+        """Wait until what `abort` has begun is over: then the groups can be destroyed."""
         ending, self._ending = self._ending, None
         if ending is not None:
             ending.join(_ABORT_S)
@@ -62,18 +62,18 @@ class Aborting:
             )
 
     def came(self) -> None:
-        """A number has been read that is made of all sums which the updates of this step take, so that these
-        need not wait. As `check`."""
+        """A number was read that depends on all sums which the updates of this step take: so these need not
+        wait. Raises as `check`."""
         self.check()
         self._came = True
 
     @property
     def has_aborted(self) -> bool:
-        """Whether `check` would raise: whatever goes wrong then may come of it."""
+        """Whether `check` would raise: then any other error may follow from that."""
         return self._aborted
 
     def finish(self) -> None:
-        """A step is over. PeerLostError if no update was made, since what it needed was aborted."""
+        """A step is over. PeerLostError if no update was made, since its sums were aborted."""
         updates, self._updates, self._came = self._updates, False, False
         if not updates:
             self.check()
@@ -81,10 +81,10 @@ class Aborting:
     def before_updates(
         self, optimizers: Sequence[Optimizer], device: torch.device, wait: Callable[[], object] | None = None
     ) -> None:
-        """Let `optimizers` update parameters with sums that have come, and no others.
+        """Let `optimizers` update parameters only with sums that have come.
 
-        wait: until `device` has done what it was given, instead of torch's own. Nothing is to be done on a
-        CPU, where a call that did not come to its end has raised.
+        wait: replaces torch's own wait for the work of `device`. On a CPU there is nothing to do: a call that
+        did not complete has raised there.
         """
         if device.type == "cpu":
             return
@@ -98,13 +98,14 @@ class Aborting:
 
         for optimizer in optimizers:
             handle = optimizer.register_step_pre_hook(before)
-            # The first of all hooks: those of a sharded model must not be left in between.
+            # The first of all hooks: a step must not end between the hooks of a sharded model.
             hooks: Any = optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(handle.id, last=False)
 
 
 def device_backends() -> list[Any]:
-    """torch's backends for other devices alone (Gloo's are for all), of all groups, the last one first."""
+    """torch's backends that are only for other devices (Gloo's are for all), of all groups, the last one
+    first."""
     found: dict[int, Any] = {}
     names = dict(dist.distributed_c10d._world.pg_names)  # other threads ask too, while one makes groups
     for group in sorted(names, key=lambda each: names[each], reverse=True):  # NCCL's own order

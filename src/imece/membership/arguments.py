@@ -1,4 +1,4 @@
-"""What `imece.steps` was called with, checked before anything is done: a rank may die much later."""
+"""Checks the arguments of `imece.steps` before anything is done: a rank may die much later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 
 
 def check_range(total: int, start: int) -> None:
-    """TypeError for what is no whole number, ValueError for a negative one."""
+    """TypeError unless both are whole numbers, ValueError for a negative one."""
     for name, value in (("total", total), ("start", start)):
         try:
             operator.index(value)
@@ -24,7 +24,7 @@ def check_range(total: int, start: int) -> None:
 
 
 def check_model(model: Any, can_change: bool) -> None:
-    """TypeError for what is no model, or was not wrapped though ranks can change."""
+    """TypeError if it is no model, or was not wrapped though ranks can change."""
     if not isinstance(model, nn.Module):
         several = "; several are one nn.Module, wrapped once" if isinstance(model, list | tuple) else ""
         raise TypeError(
@@ -38,7 +38,7 @@ def check_model(model: Any, can_change: bool) -> None:
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """One, or all of a list. TypeError for what is neither, ValueError if there is none."""
+    """The one optimizer, or all of a list. TypeError for anything else, ValueError for an empty list."""
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
@@ -49,7 +49,7 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 
 
 def check_also(also: Sequence[Any]) -> None:
-    """TypeError for what is no list, or has no state to carry."""
+    """TypeError unless it is a list of objects that have a state to carry."""
     if not isinstance(also, list | tuple):
         raise TypeError(f"imece.steps: also={_kind(also)}: give a list, also=[scheduler]")
     for at, each in enumerate(also):

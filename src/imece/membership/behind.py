@@ -1,4 +1,4 @@
-"""Where every rank holds everything: who is behind gets all of it from one that is not."""
+"""If every rank holds everything: a rank that is behind gets the whole state from one that is not."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def catch_up(
     *,
     frozen: bool = True,
 ) -> None:
-    """The whole training state of rank `root`, for those that are behind it. All ranks of `group` call it.
+    """Give the whole training state of rank `root` to the ranks behind it. All ranks of `group` call this.
 
-    receives: whether this rank is behind. device: of the model. frozen: with the parameters that are not
+    receives: whether this rank is behind. device: of the model. frozen: include the parameters that are not
     trained.
     """
     sends = group.rank() == root
@@ -68,7 +68,7 @@ def _whole(value: torch.Tensor | Slice) -> torch.Tensor:
 
 
 def _chunks(table: Sequence[Sequence[Any]]) -> Iterator[list[_Sent]]:
-    """What travels together: a few large messages."""
+    """Tensors grouped to travel together, in a few large messages."""
     chunk: list[_Sent] = []
     for name, dtype, shape in table:
         sent = _Sent(name, DTYPES[dtype], tuple(shape))

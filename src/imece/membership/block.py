@@ -1,8 +1,8 @@
-"""What a step that is left has done already, where every rank holds everything: not to be done twice.
+"""What an abandoned step has done already, if every rank holds everything: it must not be done twice.
 
 A step may change more than its last update does: its forward moves buffers (running means), and it may make
-several updates (a GAN's two networks). When it is made again buffers begin as they were, and updates that
-were made are passed over. So ranks that have made more of them are further than others in the same step.
+several updates (a GAN's two networks). When it is made again, buffers are set back, and updates that were
+made are skipped. So within one step, a rank that has made more updates is further than others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Block:
     """The step under way."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """model: of whose state its buffers are. An update that computes gradients by itself, in a closure,
+        """model: whose buffers are part of the state. An update that computes gradients itself, in a closure,
         is made again."""
-        # By optimizer: one of them may leave out an update, when a scaler finds no finite gradients.
+        # By optimizer: one of them may skip an update, as when a scaler finds gradients that are not finite.
         self._number = {optimizer: at for at, optimizer in enumerate(optimizers)}
         self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
-        # Where they are, to walk through the model once: a forward may put another tensor there.
+        # Where buffers are, so that the model is walked only once: a forward may put another tensor there.
         self._holders = [
             (module._buffers, name)
             for module in model.modules()
@@ -39,25 +39,25 @@ class Block:
         self.begin()
 
     def begin(self, updates: Sequence[int] | None = None) -> None:
-        """A step begins, or the same one again, of which so many updates of each optimizer have been made."""
+        """A step begins, or begins again after so many updates of each optimizer."""
         self.updates = [0] * len(self._number) if updates is None else list(updates)
-        """That this rank has made since the step began, by optimizer."""
+        """The updates of this rank since the step began, by optimizer."""
         self._calls = [0] * len(self._number)
         self._buffers = [holder[name] for holder, name in self._holders]
         with torch.no_grad():
             self._noted = [None if each is None else each.clone() for each in self._buffers]
 
     def take_back(self) -> None:
-        """Buffers are as they were when the step began."""
+        """Set buffers back to their values at the beginning of the step."""
         with torch.no_grad():
             for (holder, name), buffer, noted in zip(self._holders, self._buffers, self._noted, strict=True):
                 holder[name] = buffer
                 if buffer is not None and noted is not None:
                     buffer.copy_(noted)
-        self._aside.clear()  # they belong to the ranks until now
+        self._aside.clear()  # they belong to the old ranks
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        """Without gradients an optimizer does nothing."""
+        """Set gradients aside: without any, an optimizer does nothing."""
         at = self._number[optimizer]
         if self._calls[at] < self.updates[at]:
             self._aside[optimizer] = [(each, each.grad) for each in parameters_of(optimizer)]

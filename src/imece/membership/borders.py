@@ -1,7 +1,7 @@
-"""At which borders between steps ranks ask each other whether all are to move on.
+"""At which borders between steps ranks ask each other whether all should move on.
 
-That is a collective, in which the fast wait for the slow. Nothing is lost by asking seldom: nobody waits for
-who is to be taken in or to leave, and a death is noticed by whatever waits for the dead.
+Asking is a collective, in which fast ranks wait for slow ones. Asking seldom loses nothing: nobody waits for
+a member that is to be taken in or to leave, and whatever waits for a dead rank notices its death.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ _MOST_STEPS = 8  # steps may become slower after this was agreed
 
 
 class Borders:
-    """Counts steps: so all ranks come to the same borders, though their clocks differ."""
+    """Counts steps, so that all ranks come to the same borders though their clocks differ."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """All ranks are here, with `step` finished steps, and nothing is known of how long one takes."""
+        """All ranks are here, with `step` finished steps; how long a step takes is not known yet."""
         self._met, self._met_at = step, self._now()
         self._next = step + 1
 
     def is_due(self, step: int) -> bool:
-        """Whether all ask each other after `step` steps: the same on all ranks."""
+        """Whether all ranks ask each other after `step` steps: the same on all ranks."""
         return step >= self._next
 
     def wished(self, step: int) -> int:
@@ -35,6 +35,6 @@ class Borders:
         return max(1, min(_MOST_STEPS, int(_EVERY_S / max(step_s, 1e-9))))
 
     def agreed(self, step: int, count: int) -> None:
-        """They have asked each other, and do so again after `count` steps more."""
+        """The ranks have asked each other, and will again after `count` steps more."""
         self.begin(step)
         self._next = step + count

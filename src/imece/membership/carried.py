@@ -1,4 +1,4 @@
-"""What belongs to a step of `imece.steps` besides tensors: ranks that are behind get it, or that join."""
+"""The state of a step of `imece.steps` besides tensors, for ranks that are behind and ranks that join."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from imece.membership.modes import Modes
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, say: what has a state of JSON, whose keys may be numbers too."""
+    """Anything with a state of JSON, whose keys may also be numbers: a learning-rate scheduler, say."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class Carried:
-    """The optimizers' numbers, the states of what else there is, and the model's modes as they were noted."""
+    """The optimizers' numbers, the states of other objects, and the model's modes as they were noted."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], also: Sequence[Stateful]) -> None:
         self.modes = Modes(model)
@@ -37,7 +37,7 @@ class Carried:
         }
 
     def take(self, state: dict[str, Any]) -> None:
-        """That of the rank that is furthest, as of when its step began."""
+        """Take over the state of the rank that is furthest, as of the beginning of its step."""
         for optimizer, numbers in zip(self._optimizers, state["numbers"], strict=True):
             set_numbers(optimizer, numbers)
         for thing, found in zip(self._also, state["also"], strict=True):

@@ -1,12 +1,13 @@
-"""The copies that the ranks of a host have mapped of each other's parts, and what those of all hosts restore.
+"""The ranks of a host map copies of each other's parts; after a death, the copies of all hosts restore
+everything.
 
-    copy    of one rank's part after each of its last two steps (copy.py)
-    set     the copies of all ranks of a generation; a rank has those of its host mapped
+    copy    of one rank's part, after each of its last two steps (copy.py)
+    set     the copies of all ranks of a generation; a rank maps those of its host
 
-A rank writes its copy before it takes part in the sum of the next step, so a rank that can write that of
-step n knows that all have written that of step n - 1, or ask for a new set because it did not fit; then
-nobody of their host writes until all have exchanged copies anew. So whenever a rank dies, there is a step
-that all copies have. What a host has no copy of comes to it from another one (streams.py).
+A rank writes its copy before it takes part in the sum of the next step. So a rank that can write the copy of
+step n knows that all have written that of step n - 1, or have asked for a new set because it did not fit; in
+that case no rank of their host writes until all have exchanged copies anew. So whenever a rank dies, there is
+a step that all copies have. A host that lacks a copy gets it from another one (streams.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class _Mapped:
-    """One of the copies that this rank can read. The words are those of offers.py."""
+    """One of the copies that this rank can read. offers.py defines the words."""
 
     copy: Copy
     maker: int
@@ -54,7 +55,7 @@ class _Set:
 
 
 class Copies:
-    """The newest set of copies, as far as this rank has them mapped, its own among them."""
+    """The newest set of copies that this rank has mapped, its own copy among them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -65,13 +66,14 @@ class Copies:
     def asked(self, step: int) -> bool:
         """Whether a rank of this host asked for a new set before it had finished so many steps.
 
-        After the sum of a step all know it of the step before, for whoever asks does so before it takes part.
+        A rank asks before it takes part in a sum. So after the sum of a step, all know who asked in the step
+        before.
         """
         return any(each.copy.asks < step for each in self._sets[self._made].mapped)
 
     def write(self, step: int, held: Held) -> bool:
-        """What this rank holds after `step` finished steps; False if it does not fit, and all are asked to
-        `exchange`."""
+        """Copy what this rank holds after `step` finished steps. False if it does not fit: then all are asked
+        to `exchange`."""
         return self._own is not None and self._own.write(step, held)
 
     def exchange(
@@ -81,11 +83,12 @@ class Copies:
         place: tuple[int, int] | None = None,
         still: Held = MappingProxyType({}),
     ) -> str:
-        """A new set, of `step` finished steps. All ranks of the generation call it.
+        """Make a new set, of `step` finished steps. All ranks of the generation call this.
 
         still: what no step changes, so that `write` leaves it out.
-        place: which part of the whole this rank has, of how many; by default its rank, of all. What was there
-        stays until all have the new ones. Returns why there is none, for want of memory.
+        place: which part of the whole this rank has, of how many; by default its rank, of all.
+        The old set stays until all ranks have the new one. Returns why there is none if memory is lacking,
+        else "".
         """
         group, hosts = self._mesh.world_group, self._mesh.hosts
         at, places = place or (group.rank(), group.size())
@@ -109,22 +112,22 @@ class Copies:
                 if copy is not own:
                     unless_done.callback(copy.close)
                 new.mapped.append(_Mapped(copy, maker, of))
-            ops.barrier(group=group)  # now all have those of their host open
+            ops.barrier(group=group)  # now all have opened the copies of their host
             unless_done.pop_all()
         self._made = max(each["made"] for each in said) + 1
         self._sets[self._made], self._own = new, own
-        # Of a rank that dies before all know the new set, other hosts may have only the one before.
+        # If a rank dies before all know the new set, other hosts may have only its copy in the old one.
         ops.barrier(group=group)
         self._close([number for number in self._sets if number != self._made])
         return ""
 
     def forget(self) -> None:
-        """Do not hold what was copied last: the memory is to be let go."""
+        """Let go of the tensors copied last, whose memory is to be freed."""
         if self._own is not None:
             self._own.forget()
 
     def drop(self) -> None:
-        """Let go of all."""
+        """Let go of all copies."""
         self._close(list(self._sets))
         self._own = None
 
@@ -135,7 +138,7 @@ class Copies:
     # After a death.
 
     def note(self) -> dict[str, Any]:
-        """What this rank can offer, for the others."""
+        """What this rank can offer, for the others to read."""
         offers = [
             [number, each.maker, each.place, of.places, sorted(each.copy.steps), _where(each.copy)]
             for number, of in self._sets.items()
@@ -149,11 +152,11 @@ class Copies:
         needs: Needs | None = None,
         device: torch.device = _CPU,
     ) -> tuple[int, Pieces] | None:
-        """The newest step of which there are copies of everything, and what they hold; None if there is none.
+        """The newest step for which copies of everything exist, and their contents; None if there is none.
 
-        notes: of all ranks of the new generation, which call this together and come to the same step. needs:
-        of what comes from other hosts, the elements that this rank keeps; by default all. device: on which
-        ranks of several hosts move tensors.
+        notes: of all ranks of the new generation, which call this together and get the same step. needs:
+        which elements this rank keeps of copies from other hosts; by default all. device: on which ranks of
+        several hosts move tensors.
         """
         notes = list(notes)
         self._made = max(self._made, *(int(note["made"]) for note in notes))
@@ -179,18 +182,18 @@ class Copies:
         return step, pieces
 
     def _copy(self, offer: Offer, rank: int) -> Copy:
-        """It, mapped: from now on, or long since."""
+        """An offered copy, mapped now or earlier."""
         if offer.holder == rank:
             mapped = self._sets[offer.number].mapped
             return next(each.copy for each in mapped if each.maker == offer.maker)
         return Copy.at(*offer.where, keep=False)
 
-    # Before some leave.
+    # Before some members leave.
 
     def hand_over(self, step: int, leaving: Collection[int], device: torch.device) -> str:
-        """What only leaving ranks have of the newest set goes to those that stay. All ranks call it.
+        """Give what only leaving ranks have of the newest set to ranks that stay. All ranks call this.
 
-        Returns why not, for want of memory.
+        Returns why it was impossible if memory is lacking, else "".
         """
         group, newest = self._mesh.world_group, self._sets[self._made]
         mine = []

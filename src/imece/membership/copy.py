@@ -1,13 +1,13 @@
-"""A second copy of what one rank alone holds, in memory that outlives the rank.
+"""A copy of what one rank alone holds, in memory that outlives the rank.
 
-    piece   what a rank holds of one tensor: elements from `start` on of it, flat
-    slot    all pieces of a rank as they were after one finished step; there are two, written by turns
+    piece   what a rank holds of one tensor: its elements from `start` on, flat
+    slot    all pieces of a rank as of one finished step; two slots are written in turn
     still   pieces that no step changes, parts of frozen parameters: they are written once
-    copy    one rank's segment: a table of its pieces, the step of each slot, the two slots, what is still
-    asks    the step after which its pieces were no longer those of the table: its rank wants a new one
+    copy    one rank's segment: a table of its pieces, the step of each slot, the two slots, the still pieces
+    asks    the step after which the rank's pieces no longer fitted the table: it wants a new copy
 
-A segment is freed when the last process that maps it has ended: what a rank has written into its copy, the
-others can read when it is dead.
+A segment is freed when the last process that maps it has ended. So when a rank is dead, the others can still
+read what it has written into its copy.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from imece.membership.pieces import DTYPES, Pieces
 
 Held = Mapping[str, Tensor | Slice]
 
-_WORDS = 6  # int64: bytes of the table and of a slot, the steps of both slots and of `asks`, bytes still
+_WORDS = 6  # the step of an incomplete slot, and of a rank that asks for nothing
 _NONE = -1  # the step of a slot that is not whole, and of a rank that asks for nothing
 _ALIGN = 64  # bytes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where it lies in a slot, or behind it if it is still, and what it is."""
+    """One piece: where it lies, in a slot or (if still) behind both, and what it is."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
     start: int
     numel: int
-    offset: int  # bytes; from `Copy.slot_bytes` on it is still
+    offset: int  # bytes; still from `Copy.slot_bytes` on
 
 
 class Copy:
@@ -56,7 +56,7 @@ class Copy:
         self._words = memory.memory[: 8 * _WORDS].view(torch.int64)
         table_bytes, self.slot_bytes, self.still_bytes = self._words[[0, 1, 5]].tolist()
         self.raw_table = memory.memory[8 * _WORDS : 8 * _WORDS + table_bytes].numpy().tobytes()
-        """For another process, see `table_of`."""
+        """The table for another process; see `table_of`."""
         self._table = table_of(self.raw_table)
         first = _aligned(8 * _WORDS + table_bytes)
         self._flats = [memory.memory[first + at * self.slot_bytes :][: self.slot_bytes] for at in range(2)]
@@ -68,17 +68,17 @@ class Copy:
             ]
             for at in range(2)
         ]
-        self._still: list[tuple[Tensor, int]] = []  # with how often each was written, when it was copied
-        self._moving = len(self._table)  # its first pieces: the others are still
-        self._held: Held | None = None  # what was written last, and whence
+        self._still: list[tuple[Tensor, int]] = []  # each with how often it was written when it was copied
+        self._moving = len(self._table)  # number of the first pieces, which move; the others are still
+        self._held: Held | None = None  # what was written last, and where it came from
         self._sources: list[Tensor] = []
         self._is_pinned = False
 
     @classmethod
     def of(cls, held: Held, still: Held = MappingProxyType({})) -> Copy:
-        """A new one with room for these. still: what no step changes, which is in it then.
+        """A new copy with room for these. still: what no step changes; it is written now.
 
-        UserError where the host has too little memory.
+        UserError if the host has too little memory.
         """
         table, end, ends = [], 0, []
         for values in (held, still):
@@ -101,9 +101,9 @@ class Copy:
     def blank(
         cls, raw_table: bytes, slot_bytes: int, still_bytes: int = 0, *, populate: bool = False
     ) -> Copy:
-        """A new one without a whole slot. What is never written of it takes no memory, unless `populate`.
+        """A new copy without a complete slot. Parts that are never written take no memory, unless `populate`.
 
-        UserError where the host has too little memory.
+        UserError if the host has too little memory.
         """
         nbytes = _aligned(8 * _WORDS + len(raw_table)) + 2 * slot_bytes + still_bytes
         memory = segment.create(nbytes, "a copy of this rank's part in memory", populate=populate)
@@ -115,7 +115,7 @@ class Copy:
 
     @classmethod
     def at(cls, pid: int, fd: int, serial: int, *, keep: bool) -> Copy:
-        """The one that a process of this host has mapped; keep: so that others can map it here later."""
+        """The copy that a process of this host has mapped. keep: others can still map it from here later."""
         try:
             return cls(segment.attach(pid, fd, serial, keep=keep))
         except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ class Copy:
 
     @property
     def steps(self) -> set[int]:
-        """Of which it has a whole slot."""
+        """The steps of its complete slots."""
         return {step for step in self._words[2:4].tolist() if step != _NONE}
 
     @property
@@ -134,10 +134,10 @@ class Copy:
 
     @torch.no_grad()
     def write(self, step: int, held: Held) -> bool:
-        """These, as of `step` finished steps, in place of what was there two steps before.
+        """Write `held`, as of `step` finished steps, over the slot of two steps before.
 
-        False, and its rank asks for a new one, if they are not the tensors that this one was made for, or
-        what should be still has been written into.
+        False if these are not the tensors that the copy was made for, or if a still piece was written into;
+        then its rank asks for a new copy.
         """
         if any(tensor._version != written for tensor, written in self._still):
             self._words[4] = step
@@ -166,45 +166,46 @@ class Copy:
         return True
 
     def forget(self) -> None:
-        """Do not hold what was written last."""
+        """Let go of the tensors written last."""
         self._held, self._sources, self._still = None, [], []
 
     def pin(self) -> None:
-        """Let a GPU write it by itself, several times as fast as through a buffer of CUDA's; until `close`.
+        """Let a GPU write into it directly, several times as fast as through a buffer of CUDA's; until
+        `close`.
 
-        It remains as it is where the system does not allow to lock so much memory.
+        Does nothing if the system does not allow locking so much memory.
         """
         where = self.memory.address, self.memory.nbytes, 0
         self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(*where)) == 0
         if not self._is_pinned:
-            with contextlib.suppress(RuntimeError):  # or whatever runs next would raise this error
+            with contextlib.suppress(RuntimeError):  # or the next CUDA call would raise this error
                 torch.zeros(1, device="cuda")
 
     def close(self) -> None:
-        """Give the file descriptor back. The memory itself goes when the last tensor on it does."""
+        """Close the file descriptor. The memory itself goes with the last tensor on it."""
         if self._is_pinned:
             self._is_pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.memory.address)
         self.memory.close()
 
     def span(self, step: int, low: int, nbytes: int) -> Tensor:
-        """Bytes from `low` on of the slot of `step` finished steps, or behind it: this copy's own memory."""
+        """Bytes from `low` on of the slot of `step` finished steps, or behind it: the copy's own memory."""
         if low < self.slot_bytes:
             return self._flats[step % 2][low : low + nbytes]
         return self._behind[low - self.slot_bytes :][:nbytes]
 
     def is_whole(self, step: int) -> None:
-        """The slot of `step` finished steps was written through `span`, and what is behind it."""
+        """The slot of `step` finished steps, and what is behind it, was written through `span`."""
         self._words[2 + step % 2] = step
 
     def read(self, step: int, into: Pieces) -> None:
-        """Add what it has of `step` finished steps; the memory stays this copy's."""
+        """Add its pieces of `step` finished steps to `into`, without copying them."""
         for piece, flat in zip(self._table, self._slots[step % 2], strict=True):
             into.add(piece.name, piece.shape, piece.start, flat)
 
 
 def table_of(raw: bytes) -> list[Piece]:
-    """The pieces of a copy, from `Copy.raw_table`."""
+    """The pieces of a copy, from its `raw_table`."""
     return [
         Piece(name, DTYPES[dtype], tuple(shape), start, numel, offset)
         for name, dtype, shape, start, numel, offset in json.loads(raw)
@@ -212,7 +213,7 @@ def table_of(raw: bytes) -> list[Piece]:
 
 
 def _parts(value: Tensor | Slice) -> tuple[Tensor, tuple[int, ...], int]:
-    """(what there is of it, the whole shape, its first element)."""
+    """(the elements that are there, the whole shape, the first element)."""
     if isinstance(value, Slice):
         return value.tensor, value.shape, value.start
     return value, tuple(value.shape), 0

@@ -1,8 +1,8 @@
-"""What torch finds wrong with a call on GPUs: NCCL's error, a network's say, or that it takes too long.
+"""Errors of a call on GPUs that torch notices: NCCL's, such as a network's, or a timeout.
 
-The kernel of such a call waits for ever. torch would end the process; under `imece launch` it is told not to
-(meeting.py). Who goes on without those that die aborts the call, as if a rank were gone (member.py). Any
-other process ends here.
+The kernel of such a call waits forever. torch would end the process; under `imece launch` it is told not to
+(meeting.py). A process that goes on without dead ranks aborts the call, as if a rank were gone (member.py).
+Any other process ends here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from imece.membership import aborting
 
 _LOOK_S = 1.0
 
-_watching: threading.Event | None = None  # set: by a Member from now on
+_watching: threading.Event | None = None  # once set, a Member watches instead
 
 
 def error_on_gpus() -> str:
-    """What torch calls it; "" if there is none."""
+    """torch's text of the error; "" if there is none."""
     for backend in aborting.device_backends():
-        asked = getattr(backend, "get_error", None)  # NCCL's alone has it
+        asked = getattr(backend, "get_error", None)  # only NCCL's has it
         if asked is not None and (found := asked()) != ErrorType.SUCCESS:
             return str(found.name)
     return ""
 
 
 def end_process(error: str) -> None:
-    """At once: the thread that would is waiting for the GPU."""
+    """End at once: the thread that could end in order is waiting for the GPU."""
     print(
         f"imece: a call on GPUs failed in NCCL, or took longer than its timeout ({error}): this rank ends",
         file=sys.stderr,
@@ -42,7 +42,7 @@ def end_process(error: str) -> None:
 
 
 def watch(environ: Mapping[str, str] = os.environ) -> None:
-    """Until a Member does: where torch leaves errors to us."""
+    """Watch for such errors where torch leaves them to us, until a Member does."""
     global _watching
     mesh = meshes.current()
     is_ours = mesh.world.member is not None and environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
@@ -53,7 +53,7 @@ def watch(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def leave_to_member() -> None:
-    """It looks by itself."""
+    """The Member watches from now on."""
     if _watching is not None:
         _watching.set()
 

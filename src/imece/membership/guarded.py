@@ -1,8 +1,8 @@
-"""The store in which a generation meets. Nobody waits there for members that will never come.
+"""The store in which a generation meets; nobody waits there for members that will never come.
 
-Who serves it may end, and another serves it then: on several hosts, when the launcher dies that made the
-generations. Whoever asks meanwhile waits, and asks again over a new connection, until a newer generation is
-there.
+The process that serves it may end, and another one then serves it: on several hosts, if the launcher dies
+that made the generations. Calls meanwhile wait, and are repeated over a new connection, until a newer
+generation is there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _WAIT_S = 60.0
 
 
 class GuardedStore(dist.Store):
-    """A connection to it, and the next one after that is lost. `check` raises once the generation is over."""
+    """A connection to the store, renewed when it is lost. `check` raises once the generation is over."""
 
     def __init__(
         self, connect: Callable[[], dist.Store], check: Callable[[], None], patience_s: float
     ) -> None:
-        """patience_s: for how long nobody may serve the store; then dist.DistNetworkError."""
+        """patience_s: for how long there may be no server; then dist.DistNetworkError."""
         super().__init__()
         self._connect, self._look, self._patience_s = connect, check, patience_s
         self._timeout = timedelta(seconds=_WAIT_S)
@@ -51,7 +51,7 @@ class GuardedStore(dist.Store):
     def set(self, key: str, value: Any) -> None:
         def both(store: dist.Store) -> None:
             store.set(key, value)
-            store.check([key])  # torch does not wait for an answer: what is lost on the way is not noticed
+            store.check([key])  # torch does not wait for an answer, and does not notice a loss on the way
 
         self._ask(both)
 
@@ -91,7 +91,7 @@ class GuardedStore(dist.Store):
                 time.sleep(_POLL_S)
 
     def _connected(self, until: float) -> dist.Store:
-        """Made in a thread beside: where something listens and says nothing, torch waits without an end."""
+        """Made in a thread of its own: if the port is open but nobody answers, torch waits without end."""
         made: list[dist.Store | RuntimeError] = []
 
         def connect() -> None:

@@ -1,4 +1,5 @@
-"""Gradients that a step keeps for the next one: they go when ranks change, and rank 0 says so before."""
+"""Gradients that a step keeps for the next one are lost when ranks change; rank 0 warns of that
+beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from imece.data_parallel.optimizer import parameters_of
 
 
 class KeptGradients:
-    """Looks at each step's end whether it has kept its gradients for another one's update."""
+    """Looks at each step's end whether it has kept its gradients for a later update."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
@@ -24,11 +25,11 @@ class KeptGradients:
             optimizer.register_step_post_hook(self._count)
 
     def look(self, step: int, rank: int) -> None:
-        """The block of `step` is over. One line on rank 0, once."""
+        """The block of `step` is over. Warns once, with one line on rank 0."""
         updates, self._updates = self._updates, 0
         if updates or self._said or rank != 0:
             return
-        # Those of a sharded model are in the optimizers' groups, and the parameters' own after `no_sync`.
+        # A sharded model's gradients are in the optimizers' groups, and after `no_sync` the parameters' own.
         held = chain(self._model.parameters(), *map(parameters_of, self._optimizers))
         if any(each.grad is not None for each in held):
             self._said = True

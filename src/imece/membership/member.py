@@ -1,7 +1,7 @@
-"""This process as a member: it says that it lives, sees new generations, and moves into them.
+"""This process as a member: it shows that it lives, sees new generations, and moves into them.
 
-A thread of its own does the first two, five times a second; so what the training's thread asks for is there.
-It also ends calls on GPUs that would wait for ever: for a rank that is given up, or since NCCL has failed.
+A thread does the first two, five times a second, so that the training thread need not ask the store. The
+thread also ends calls on GPUs that would wait forever: for a rank that is given up, or since NCCL has failed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from imece.world import JOINING, LOOPBACK
 _BEAT_S = 0.2
 _POLL_S = 0.004
 _NEWS_S = 1.0
-_LOST_S = 5.0  # for the launcher to see what a rank's peers have seen, if there was anything to see
-_CUT_S = 1.0  # for whoever waits for a rank that is gone to be told so by its connections
-_STUCK_S = 1.0  # for what waits to end, once its connections have
+_LOST_S = 5.0  # for the launcher to see what a rank's peers have seen, if anything
+_CUT_S = 1.0  # for connections to tell whoever waits for a lost rank
+_STUCK_S = 1.0  # for waits to end after their connections have
 _CONNECT_S = 60.0
 
 
@@ -44,7 +44,7 @@ class SupersededError(CollectiveError):
 
 
 class Member:
-    """One process that goes on without those that die. A job has one for each rank."""
+    """One process that goes on when others die. A job has one for each rank."""
 
     def __init__(self, mesh: Mesh) -> None:
         """Begins to beat. The launcher of `mesh` must keep a roster (`keeps_roster`)."""
@@ -62,9 +62,9 @@ class Member:
         self._at = -1 if world.joining else self._first()
         self._newest = self._at
         self._members = set(self._roster.generation(self._at).members if self._at >= 0 else ())
-        self._moving = threading.Lock()  # what is cut must not be the next generation's
+        self._moving = threading.Lock()  # a cut must not hit the next generation's connections
         self._cut_at = math.inf
-        self._has_groups = True  # of the generation that it is in
+        self._has_groups = True  # of its present generation
         self._goes_on = False
         self.aborting = Aborting()
         gpu_errors.leave_to_member()
@@ -76,14 +76,14 @@ class Member:
         meshes.ended_last.append(self._close)  # a process that still lives must beat; one that ends must not
 
     def _first(self) -> int:
-        """The generation that it was started in. The launcher may say so a moment after it has started it."""
+        """The generation it was started in. The launcher may publish it a moment after the start."""
         while (number := self._roster.newest()) < 0:
             time.sleep(_POLL_S)
         return number
 
     @property
     def generation(self) -> int:
-        """The number of the one that it is in; -1 as long as it is alone."""
+        """The number of its generation; -1 while it is alone."""
         return self._at
 
     @property
@@ -97,22 +97,22 @@ class Member:
         return self._alone
 
     def goes_on(self, resilient: bool = True) -> None:
-        """From now on the launcher replaces others that die, and leaves this one as it is; or no longer."""
+        """From now on the launcher replaces others that die, and leaves this one running; or no longer."""
         self._goes_on = resilient
         self._roster.say_resilient(self.number, resilient)
 
     def went_on(self, again: int) -> None:
-        """The first step in this generation is finished; again: how many had to be made once more."""
+        """The first step in this generation is finished; again: how many had to be made again."""
         self._roster.say_went_on(self.number, self._at, time.monotonic(), again)
 
     def move(self, patience_s: float, leave: Callable[[], None]) -> Generation | None:
-        """Into the newest generation that it is not in yet, with the mesh; None if none comes in time.
+        """Move, with the mesh, into the newest generation that it is not in yet; None if none comes in time.
 
-        All members of the new generation call it. One that is joining waits without an end. leave: lets go of
-        what belongs to the old groups, before they are destroyed: then whoever waits for this rank sees it.
-        If the launcher sees nobody end, it is asked for a generation of the same members: a network that
-        closes connections and goes on is no death. But not by whoever waits without an end for others to go.
-        Where a peer has finished, the launcher says that there is nothing to wait for.
+        All members of the new generation call this. A member that is joining waits without limit. leave: lets
+        go of everything that belongs to the old groups, before they are destroyed: then ranks that wait for
+        this one see it. If the launcher sees nobody end, this asks it for a generation of the same members: a
+        network that closes connections and goes on is no death. A member that waits without limit for others
+        to go does not ask. If a peer has finished, the launcher answers that there is nothing to wait for.
         SystemExit for a member that others have given up.
         """
         if self._alone:
@@ -143,15 +143,15 @@ class Member:
         self._beating.join()
 
     def _enter(self, generation: Generation, patience_s: float) -> bool:
-        """False if it was over before it began. patience_s: for how long nobody may say so who knows it."""
+        """False if the generation was over before it began. patience_s: how long it may take to hear that."""
         with self._moving:
-            # Who heard of it by an error: to destroy a group waits for all that is under way in it, on a GPU
-            # or with a rank that has gone on, while something there still knows the group.
+            # Ranks that learned of it by an error: destroying a group waits for all that is under way in it,
+            # on a GPU or with a rank that has gone on, while something there still refers to the group.
             if lost := _has_lost(self._members, generation):
                 connections.cut()
                 self.aborting.abort()
             self._has_groups = False
-            self._at = generation.number  # whoever fails from here on waits for the one after it
+            self._at = generation.number  # whoever fails from here on waits for the next generation
             self._members, self._cut_at = set(generation.members), math.inf
             connections.forget()
             self.aborting.begin()
@@ -175,7 +175,7 @@ class Member:
         return True
 
     def _is_over(self, generation: Generation, within_s: float) -> bool:
-        """The ranks may know of a death before the launcher does, or while another one takes its place."""
+        """Whether the generation is over. Ranks may know of a death before the launcher does."""
         until, ask_at = time.monotonic() + within_s, self._ask_at(within_s)
         while self._roster.newest() == generation.number and time.monotonic() < until:
             if self._roster.is_last(generation.number):
@@ -198,13 +198,13 @@ class Member:
                 roster.say_alive(self.number, beats, self.steps)
                 self._newest = roster.newest()
                 self._cut_off(roster)
-            except RuntimeError:  # the launcher is gone, and this process is about to be
+            except RuntimeError:  # the launcher is gone, and this process will be soon
                 return
             self._end_failed()
 
     def _cut_off(self, roster: Roster) -> None:
-        """Of a host that is silent, nobody hears that its ranks are gone: end what waits for them, and what
-        waits for who waits.
+        """If a host is silent, nobody hears that its ranks are gone: end whatever waits for them, and
+        whatever waits for those that wait.
         """
         if self._newest <= self._at:
             return
@@ -221,7 +221,8 @@ class Member:
                     end(over)
 
     def _end_failed(self) -> None:
-        """After an error of NCCL's nobody may have ended, and no newer generation come by itself."""
+        """After an error of NCCL, perhaps nobody has ended, and no new generation comes by itself: ask for
+        one."""
         with self._moving:
             error = gpu_errors.error_on_gpus() if self._has_groups else ""
             if error and self._goes_on:
@@ -231,8 +232,8 @@ class Member:
 
 
 def _has_lost(members: set[int], generation: Generation) -> bool:
-    """Whether what `members` have under way may never end, now that there is `generation`."""
-    # One alone waits for nobody, though others may have come and gone while it was in a step.
+    """Whether calls of `members` may never end, now that there is `generation`."""
+    # A member that is alone waits for nobody, though others may have come and gone during its step.
     return len(members) > 1 and (bool(generation.lost) or bool(members - set(generation.members)))
 
 
@@ -241,12 +242,12 @@ def _connect(where: tuple[str, int]) -> dist.Store:
 
 
 def keeps_roster(mesh: Mesh) -> bool:
-    """Whether the launcher of these ranks replaces those that die, and the mesh can do with others."""
+    """Whether the launcher of these ranks replaces dead ones, and the mesh can go on with others."""
     return mesh.world.member is not None and mesh.can_change
 
 
 def is_peer_gone(error: BaseException) -> bool:
-    """Whether `error` may be another rank's end, and not a mistake of this one."""
+    """Whether `error` may mean that another rank has ended, and not a mistake of this one."""
     if isinstance(error, PeerLostError | SupersededError | dist.DistNetworkError | dist.DistBackendError):
-        return True  # DistBackendError: NCCL's own, also that a communicator was aborted
+        return True  # DistBackendError: NCCL's own, also for an aborted communicator
     return isinstance(error, RuntimeError) and says_peer_gone(str(error))

@@ -1,7 +1,7 @@
 """Which modules of a model are in training, and which parameters want gradients.
 
-A block may change both for a while: for a validation, or as a GAN does, which trains one network beside the
-other. When it is left meanwhile, what would have changed them back does not run.
+A block may change both for a while: for a validation, or in a GAN, which trains one network beside the other.
+If an error leaves the block meanwhile, nothing changes them back.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ _FLAGS = "01"
 
 
 class Modes:
-    """Of one model, as they were noted last."""
+    """The modes of one model, as noted last."""
 
     def __init__(self, model: nn.Module) -> None:
-        # To walk through the model once: they are looked at in each step.
+        # Walk through the model only once: the modes are looked at in each step.
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._flags: tuple[list[bool], list[bool]] = [], []
         self.noted = ""
-        """A text for all of them, the same on all ranks that are at the same place."""
+        """A text for all modes, the same on all ranks that are at the same place."""
         self.note()
 
     def note(self) -> bool:
-        """Note how they are now. Whether they have changed since the last time."""
+        """Note the present modes. Returns whether they have changed since the last time."""
         trains, wants = self._now()
         if (trains, wants) == self._flags:
             return False
@@ -33,7 +33,7 @@ class Modes:
         return True
 
     def restore(self, noted: str) -> None:
-        """Let them be as they were when this was noted, here or on another rank."""
+        """Set the modes to what was noted, here or on another rank."""
         trains, wants = ([_FLAGS.index(each) == 1 for each in part] for part in noted.split(" "))
         # From the outermost module on, each by its own method, which may do more than set a flag.
         for module, flag in zip(self._modules, trains, strict=True):

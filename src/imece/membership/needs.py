@@ -1,4 +1,4 @@
-"""What of a training state a rank needs: the parts that it has, and what its optimizers keep of them."""
+"""Which elements of a training state a rank needs: its parts, and its optimizers' state for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imece.data_parallel.sharded import ShardedDataParallel
 
 
 class Needs:
-    """Of one sharded model, as it is shared out now: what `TrainingState.load` will ask for."""
+    """The needs of one sharded model as it is divided now: what `TrainingState.load` will ask for."""
 
     def __init__(self, model: ShardedDataParallel, optimizers: Sequence[Optimizer]) -> None:
         self._shapes = {name: tuple(each.shape) for name, each in shaped(model).items()}
@@ -21,7 +21,7 @@ class Needs:
         self._kept = dict(_stepped_by(model, optimizers))
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The elements [start, stop) of a tensor of this whole shape; none of it: (0, 0)."""
+        """The needed elements [start, stop) of a tensor of this whole shape; (0, 0) for none."""
         if name.startswith(MODEL):
             return self._held.get(name.removeprefix(MODEL), (0, 0))
         if name.startswith(EXTRA):
@@ -43,5 +43,5 @@ def _stepped_by(model: ShardedDataParallel, optimizers: Sequence[Optimizer]) -> 
         kept = Kept(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in names:  # else it stands for a part of which this rank has nothing
+                if id(parameter) in names:  # else it stands for a part that this rank has nothing of
                     yield names[id(parameter)], kept

@@ -1,12 +1,13 @@
-"""After a death: which copies are read, and which of them have to travel between hosts. Pure.
+"""After a death: which copies are read, and which of them must travel between hosts. Pure.
 
     set      the copies that the ranks of a generation made together; a higher number is a later one
-    place    which part of the whole a copy has: its maker's rank among those that share the model out, so
-             that one copy of each place is everything. Under hybrid strategies each host has all places
+    place    which part of the whole a copy holds: its maker's rank among those that divide the model. One
+    copy
+             of each place is everything. With hybrid strategies each host has all places
     maker    the rank that made a copy, in the generation of its set
     holder   a rank of the new generation that can read it
 
-All ranks know all offers, and come to the same.
+All ranks know all offers, and come to the same result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 
 class Offer(NamedTuple):
-    """What one holder says of one copy."""
+    """One holder's offer of one copy."""
 
     holder: int
     number: int  # of the set
@@ -24,13 +25,13 @@ class Offer(NamedTuple):
     place: int
     places: int
     steps: tuple[int, ...]
-    """Of which it is whole."""
+    """The steps for which it is complete."""
     where: tuple[int, int, int]
-    """Process id of the holder, and what others of its host need to map it there."""
+    """Process id of the holder, and what others on its host need to map the copy there."""
 
 
 class Handed(NamedTuple):
-    """A copy that only leaving ranks would have is given to one that stays."""
+    """A copy that only leaving ranks would have goes to one that stays."""
 
     place: int
     sender: int
@@ -52,13 +53,13 @@ def newest_whole(offers: Iterable[Offer]) -> tuple[int, int] | None:
 
 
 def of_step(offers: Iterable[Offer], number: int, step: int) -> list[Offer]:
-    """Those of one set that have a step, the first maker's first."""
+    """The offers of one set that have this step, the first maker's first."""
     found = [offer for offer in offers if offer.number == number and step in offer.steps]
     return sorted(found, key=lambda offer: (offer.maker, offer.holder))
 
 
 def on_host(offers: Sequence[Offer], host: Collection[int], rank: int) -> dict[int, Offer]:
-    """By place, which of the copies of its own host a rank reads: one that it holds if there is one."""
+    """By place, the copy of its own host that a rank reads: one that it holds itself if it can."""
     found: dict[int, Offer] = {}
     for offer in sorted(offers, key=lambda offer: (offer.maker, offer.holder != rank)):
         if offer.holder in host:
@@ -67,7 +68,7 @@ def on_host(offers: Sequence[Offer], host: Collection[int], rank: int) -> dict[i
 
 
 def travelling(offers: Sequence[Offer], hosts: Sequence[Collection[int]]) -> list[Offer]:
-    """Of each place that some host has no copy of, the one that is sent to all."""
+    """For each place that some host has no copy of, the copy that is sent to all."""
     host_of = {rank: at for at, host in enumerate(hosts) for rank in host}
     has: list[set[int]] = [set() for _ in hosts]
     for offer in offers:
@@ -80,7 +81,8 @@ def travelling(offers: Sequence[Offer], hosts: Sequence[Collection[int]]) -> lis
 def handed_over(
     places: Sequence[int], hosts: Sequence[Collection[int]], leaving: Collection[int]
 ) -> list[Handed]:
-    """What leaves with its hosts unless it is handed over. places: of the copy that each rank has made."""
+    """What would be lost with leaving hosts, and who takes it. places: of the copy that each rank has
+    made."""
     staying = [rank for rank in range(len(places)) if rank not in leaving]
     stay = {places[rank] for host in hosts if not set(host) <= set(leaving) for rank in host}
     go = sorted({places[rank] for rank in leaving} - stay)

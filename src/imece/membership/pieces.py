@@ -1,4 +1,4 @@
-"""A model's training state put together from what ranks have of it in memory: read as a checkpoint is."""
+"""A model's training state, put together from pieces in ranks' memory; it is read like a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from imece.errors import UserError
 
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-"""By their names, all of torch's: in memory there may be what no file has, such as complex128."""
+"""All of torch's dtypes by name: memory may hold some that no file has, such as complex128."""
 
 
 class Pieces:
-    """Named tensors of which pieces lie in memory; what is asked for is copied out of them."""
+    """Named tensors whose pieces lie in memory; reading copies out of them."""
 
     def __init__(self) -> None:
         self.folder = Path("the memory of the other ranks")  # for messages
@@ -23,7 +23,7 @@ class Pieces:
         self._pieces: dict[str, list[tuple[int, Tensor]]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: Tensor) -> None:
-        """Elements from `start` on of the tensor `name`; flat: 1-D, on the CPU."""
+        """Add elements from `start` on of the tensor `name`; flat: 1-D, on the CPU."""
         self._shapes[name] = shape
         self._pieces.setdefault(name, []).append((start, flat))
 
@@ -31,14 +31,14 @@ class Pieces:
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self._pieces[name][0][1].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """All of it. UserError if elements of it are in nobody's memory."""
+        """The whole tensor. UserError if elements of it are in nobody's memory."""
         shape = self.shape(name)
         return self.slice(name, 0, math.prod(shape)).view(shape)
 
@@ -50,7 +50,7 @@ class Pieces:
 
     @torch.no_grad()
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
-        """Its elements from `start` on into a tensor, all of it. UserError if one is in nobody's memory."""
+        """Fill all of `target` with its elements from `start` on. UserError if one is in nobody's memory."""
         stop, at = start + target.numel(), start
         flat = target.detach().view(-1) if target.is_contiguous() else target.new_empty(target.numel())
         for first, piece in sorted(self._pieces.get(name, ()), key=lambda each: each[0]):

@@ -1,15 +1,18 @@
 """After a death: the next generation, the state of whoever is furthest, and on with the same steps.
 
-    replicate   every rank holds everything. Survivors are at the same step or one apart, for a step that one
-                of them has finished had its sum on all of them; whoever is furthest gives to those behind,
-                and what is done of a step is not done twice (block.py)
+    replicate   every rank holds everything. Survivors are at the same step or one apart, since a finished
+    step
+                had its sum on all of them. Whoever is furthest gives its state to those behind, and what a
+                step
+                has already done is not done twice (block.py)
     sharded     each rank holds a part that nobody else has, and keeps a copy of it (copies.py). All take the
-                newest step that is whole in the copies: the one that was under way is made again, or none.
-                Parts of frozen parameters are copied once; what lies in memory that ranks have in common
-                needs no copy, for whoever is left has all of it
+                newest step that is complete in the copies: the step under way is made again, or nothing is.
+                Parts of frozen parameters are copied once; parameters in memory that ranks share need no
+                copy,
+                since any survivor has all of them
 
-A replacement builds its model alone and comes in at a border between steps: then all move to the generation
-that has it, in which it is one of those behind. Members that are to leave come into one generation more:
+A replacement builds its model alone and comes in at a border between steps: then all move to a generation
+that includes it, in which it is one of those behind. Members that are to leave enter one more generation:
 there the others get copies of what would go with them, and then they end.
 """
 
@@ -65,22 +68,22 @@ class Recovered:
 
     generation: Generation
     step: int
-    """Finished steps of all ranks from now on."""
+    """Finished steps of all ranks, from here on."""
     lost_steps: int
-    """That some rank had finished and all will do again."""
+    """Steps that some rank had finished and that all make again."""
     seconds: float
-    """Since this rank noticed."""
+    """Seconds since this rank noticed."""
 
 
 class LostStateError(RuntimeError):
-    """What nobody has in memory any more; a checkpoint may."""
+    """Nobody has this state in memory any more; a checkpoint may have it."""
 
 
 class Recovery:
     """Keeps one wrapped model and its optimizers going while members of its world die and join.
 
-    `border` after every step, `recover` after an error. state: small, what belongs to a step besides tensors;
-    take: gets that of the rank that is furthest.
+    Call `border` after every step, and `recover` after an error. state: returns what belongs to a step
+    besides tensors, which is small; take: receives that of the rank that is furthest.
     """
 
     def __init__(
@@ -95,9 +98,9 @@ class Recovery:
         frozen: bool = True,
         patience_s: float = 60.0,
     ) -> None:
-        """fallback: loads what a checkpoint has, on all ranks, and says after how many steps that was.
+        """fallback: loads a checkpoint on all ranks, and returns its number of steps.
 
-        frozen: False: whoever joins has the parameters that are not trained already.
+        frozen: False if whoever joins has the parameters that are not trained already.
         patience_s: how long to wait for the launcher to see what this rank has seen.
         """
         self.member, self._model = member, model
@@ -111,13 +114,13 @@ class Recovery:
         member.aborting.before_updates(self._optimizers, model.device)
         member.where.watch(model, self._optimizers)
         self._fits = True
-        self._has_frozen = False  # all of the frozen parameters, which others have in parts
-        self._asked = False  # by a rank of this host, for new copies, before the last step
-        self._sums = _NO_SUMS  # of this generation, at the last copy
+        self._has_frozen = False  # has all frozen parameters, of which others have parts
+        self._asked = False  # a rank of this host asked for new copies before the last step
+        self._sums = _NO_SUMS  # finished sums of this generation, at the last copy
         self._again: int | None = None  # steps to be made again, until the first one of this generation is
-        self._states: dict[str, str] = {}  # by finished steps, the last three: packed, as they were then
+        self._states: dict[str, str] = {}  # packed states by finished steps, the last three
         self.without_copies = self._no_copies_at_all
-        """Why there are none, the same on all ranks; "" if there are."""
+        """Why there are no copies, the same on all ranks; "" if there are."""
 
     @property
     def needs_copies(self) -> bool:
@@ -126,7 +129,7 @@ class Recovery:
 
     @property
     def _no_copies_at_all(self) -> str:
-        """Why none are to be made, whatever memory there is."""
+        """Why no copies can be made, however much memory there is; "" if they can."""
         return "" if self._sharded else "every rank holds everything"
 
     @property
@@ -134,7 +137,7 @@ class Recovery:
         return self._model.process_group.size() == 1
 
     def begin(self, step: int) -> None:
-        """All ranks of this generation are here, with `step` finished steps; `go_on` is to follow."""
+        """All ranks of this generation are here, with `step` finished steps; call `go_on` next."""
         self._exchange(step)
         self.note_state(step)
         if self._block is not None:
@@ -143,12 +146,12 @@ class Recovery:
         self._borders.begin(step)
 
     def go_on(self) -> None:
-        """From now on this rank calls `recover` whatever it is in the middle of."""
+        """From now on this rank calls `recover`, whatever it is in the middle of."""
         self.member.goes_on()
 
     def finished(self, step: int) -> None:
-        """This rank has finished so many steps: it copies what it alone holds. PeerLostError if it has not
-        made the last update, since its sums were aborted."""
+        """This rank has finished so many steps: copy what it alone holds. PeerLostError if it has not made
+        the last update, since its sums were aborted."""
         self.member.aborting.finish()
         self.member.steps = step
         self.member.where.note("between steps")
@@ -164,29 +167,31 @@ class Recovery:
             self._copy(step)
 
     def note_state(self, step: int) -> None:
-        """What belongs to so many finished steps is as it is now. `begin` and `finished` have noted it."""
+        """Note the present state as that of so many finished steps. `begin` and `finished` have noted it
+        once."""
         self._states[str(step)] = packed(self._state())
 
     def is_as_noted(self, step: int) -> bool:
-        """Whether what belongs to so many finished steps has not changed since."""
+        """Whether the state that belongs to so many finished steps has not changed since."""
         return packed(self._state()) == self._states[str(step)]
 
     def says(self) -> tuple[float, float]:
-        """For the border: the newest generation, and whether the copies have to be made anew."""
+        """For the border: the newest generation, and whether copies must be made anew."""
         return float(self.member.newest), float(not self._fits)
 
     def border(self, step: int, newest: float, anew: float) -> bool:
-        """After `step` steps; the largest of what all ranks said. Whether all are to move on now."""
+        """After `step` steps, with the largest values that any rank said. Returns whether all should move on
+        now."""
         if anew:
             self._exchange(step)
         return newest > self.member.generation
 
     def meet(self, step: int, last: bool) -> None:
-        """`border` for whoever has no collective of its own to say it in. MovedOnError if all move on.
+        """`border` for loops without a collective of their own to carry it. MovedOnError if all move on.
 
-        Not at every border (borders.py), but after the `last` step: what follows is not protected, so all are
-        to have come so far. And where ranks ask for new copies, which those of another host do not see: of
-        several hosts that keep copies, at every border.
+        It runs at some borders (borders.py), and after the `last` step: what follows is not protected, so all
+        must have come that far. If several hosts keep copies it runs at every border: ranks do not see when
+        ranks of another host ask for new copies.
         """
         if not last and not self._asked and not self._borders.is_due(step):
             return
@@ -203,32 +208,33 @@ class Recovery:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Within, this rank saves: whoever asks where it died is told so."""
+        """Inside, this rank saves: whoever asks where it died is told so."""
         self.member.where.note("saving")
         yield
         self.member.where.note("between steps")
 
     def end(self) -> None:
-        """The steps are over: from now on the death of one ends all, as their programs may do anything."""
+        """The steps are over: from now on one death ends the job, as the programs may do anything."""
         self.member.goes_on(False)
 
     @property
     def is_over(self) -> bool:
-        """Whether this generation is: somebody has ended, or waits to be taken in."""
+        """Whether this generation is over: somebody has ended, or waits to be taken in."""
         return self.member.newest > self.member.generation
 
     def recover(self, error: BaseException | None, step: int) -> Recovered:
-        """Into the next generation, after `error`; None: this member joins. step: finished ones of this rank.
+        """Into the next generation, after `error`; None: this member joins. step: finished steps of this
+        rank.
 
         Raises `error` itself if no member is gone. LostStateError if nobody has the state of all parts.
         SystemExit, with status 0, for a member that was to leave: the others have what it had.
         """
         began = time.monotonic()
-        step = min(step, self.member.steps)  # less by one that `finished` has refused
+        step = min(step, self.member.steps)  # minus one that `finished` has refused
         if error is not None and self._is_alone:
             if not isinstance(error, CollectiveError):
-                raise error  # there is no peer to lose, whatever it reads like
-            self._exchange(step)  # nobody would have gone on with a copy until now
+                raise error  # there is no peer to lose, whatever the error says
+            self._exchange(step)  # until now nobody could have gone on with a copy
         lost_steps = 0
         while True:
             patience_s = self._patience(error)
@@ -253,12 +259,13 @@ class Recovery:
             return Recovered(generation, step, lost_steps, time.monotonic() - began)
 
     def _patience(self, error: BaseException | None) -> float:
-        """How long the launcher may take to see a death behind `error`. Raises it if there can be none."""
+        """How long the launcher may take to see a death behind `error`. Raises `error` if there can be
+        none."""
         if isinstance(error, _OthersLeftError):
-            return math.inf  # it is for the launcher to say when they are gone
+            return math.inf  # the launcher has to say when they are gone
         if error is None or is_peer_gone(error) or isinstance(error, MovedOnError):
             return self._patience_s
-        if self.member.aborting.has_aborted:  # it may come of anything that is in the GPU's buffers since
+        if self.member.aborting.has_aborted:  # the error may come from anything left in the GPU's buffers
             return self._patience_s
         if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
             return _NEWS_S
@@ -267,7 +274,7 @@ class Recovery:
     def _take_over(self, step: int) -> tuple[int, int]:
         """(finished steps of all from now on, how many more the furthest rank had)."""
         mesh, model = self.member.mesh, self._model
-        self._training_state.forget()  # parts that `regroup` cuts anew
+        self._training_state.forget()  # of parts that `regroup` cuts anew
         self._copies.forget()
         updates = self._block.updates if self._block is not None else []
         far = [step, sum(updates)]
@@ -280,7 +287,7 @@ class Recovery:
             have = [rank for rank, note in enumerate(notes) if note["has_frozen"]]
             try:
                 model.regroup(mesh, spread=True, has_frozen=min(have, default=None))
-            finally:  # what is in parts now may go with the next rank that dies, until there are copies
+            finally:  # until there are copies, what is in parts may be lost with the next rank that dies
                 frozen = (each for each in model.module.parameters() if not each.requires_grad)
                 self._has_frozen &= not any(isinstance(each, FreedParameter) for each in frozen)
         else:
@@ -309,12 +316,12 @@ class Recovery:
         self._take(unpacked(state))
         self._states = {str(begin): state}
         self._asked, self._sums = False, _NO_SUMS
-        self.without_copies = self._no_copies_at_all  # those who have just come know of no want of memory
+        self.without_copies = self._no_copies_at_all  # newcomers do not know that memory was lacking
         self._exchange(begin)
         return begin, most - begin
 
     def _from_copies(self, notes: list[Json], furthest: int) -> int:
-        """The step that all have from now on. furthest: the rank that has made most."""
+        """The step that all have from now on. furthest: the rank that has made most steps."""
         model = self._model
         assert isinstance(model, ShardedDataParallel)
         needs = Needs(model, self._optimizers)
@@ -331,11 +338,11 @@ class Recovery:
         step, pieces = found
         assert str(step) in notes[furthest]["states"], f"nobody noted what belongs to step {step} besides"
         self._training_state.load(pieces, frozen=False)
-        ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another still reads
+        ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another rank still reads
         return step
 
     def _lacks(self, pieces: Pieces) -> bool:
-        """Whether copies have nothing of frozen parameters that a rank is to have a part of. All call it."""
+        """Whether copies lack frozen parameters that a rank needs a part of. All ranks call this."""
         if not self._model.frozen_names:
             return False
         mesh, names = self.member.mesh, {*pieces.names()}
@@ -343,7 +350,7 @@ class Recovery:
         return any(gather_json(mine, mesh.world_group, mesh.device, "frozen parameters that are lost"))
 
     def _copy(self, step: int) -> None:
-        """What this rank alone holds, for the others; unless all are to exchange copies first."""
+        """Copy what this rank alone holds, unless all must exchange copies first."""
         sums = self._model.reducer.sums
         if sums == self._sums:
             ops.barrier(group=self._model.process_group)  # a step without a sum does not tell how far all are
@@ -364,7 +371,7 @@ class Recovery:
         self._fits = True
 
     def _let_leave(self, generation: Generation, step: int) -> None:
-        """Some members go: what they alone hold goes to the others before. Always raises."""
+        """Some members go: first they hand over what they alone hold. Always raises."""
         leaving = {
             generation.members.index(each) for each in generation.leaving if each in generation.members
         }

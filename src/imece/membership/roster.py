@@ -2,14 +2,14 @@
 
     member      one process of the job, by a number that is never used again; the first are 0, 1, ...
     generation  the members that compute together, in the order of their ranks
-    resilient   a member that goes on without those that died: in the next generation, with the same memory
+    resilient   a member that goes on when others die: in the next generation, with the same memory
     ready       a member that was started later and may be taken into the next generation
     leaving     a member that is asked to go: it hands over what it alone holds, and ends with status 0
-    lost        what a member says that has lost another one, though for a while nobody is seen to have ended
-    last        the launcher's answer to that where the other one has finished: no generation follows from it
+    lost        said by a member that cannot reach another one, though nobody is seen to have ended
+    last        the launcher's answer to that if the other one has finished: no generation follows
 
-Only the launcher makes generations: it is the first to know of a death, and while it lives no member has to
-agree with another on who is there. What is said is JSON of limited size.
+Only the launcher makes generations: it is the first to know of a death, and while it lives, members need not
+agree with each other on who is there. All messages are JSON of limited size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIX = "imece/members/"
 _NEWEST = _PREFIX + "newest"
 _LAST = _PREFIX + "last"
 _MEETING = "imece/generation/"
-_GENERATION_BYTES = 1 << 20  # the most ranks that can be started need a fifth of it
+_GENERATION_BYTES = 1 << 20  # the largest number of ranks that can be started needs a fifth of it
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Generation:
     number: int
     members: tuple[int, ...]
     lost: tuple[str, ...] = ()
-    """Why the generation before is over: how those ended that are not in this one, a line for each; or who
-    has lost others though nobody has ended. Empty if it has only more members, or some have left in order."""
+    """Why the generation before is over: a line for each member that is gone, with how it ended; or who has
+    lost others though nobody has ended. Empty if members only joined or left in order."""
     leaving: tuple[int, ...] = ()
-    """Members that are about to go in order: in this generation others take over what they alone hold."""
+    """Members that are about to leave in order: in this generation others take over what they alone hold."""
 
 
 def meeting_in(store: dist.Store, number: int) -> dist.Store:
@@ -53,7 +53,7 @@ def meeting_in(store: dist.Store, number: int) -> dist.Store:
 
 
 def forget_meetings(store: dist.Store, before: int) -> None:
-    """Delete what generations of lower numbers have left there: addresses and notes of every rank."""
+    """Delete what earlier generations have left there: addresses and notes of every rank."""
     for key in store.list_keys():
         number = key.removeprefix(_MEETING).partition("/")[0]
         if key.startswith(_MEETING) and number.isdecimal() and int(number) < before:
@@ -61,12 +61,12 @@ def forget_meetings(store: dist.Store, before: int) -> None:
 
 
 class Roster:
-    """The launcher's and the members' view of all that, in the store below all prefixes."""
+    """The launcher's and the members' view of this, in the store below all prefixes."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
-    # The launcher.
+    # Called by the launcher.
 
     def publish(self, generation: Generation) -> None:
         """From now on this is the newest generation."""
@@ -80,27 +80,27 @@ class Roster:
         self._store.set(_NEWEST, str(generation.number))
 
     def say_last(self, generation: int) -> None:
-        """No generation follows that one as long as nobody dies: some of its members have finished."""
+        """No generation follows this one as long as nobody dies: some of its members have finished."""
         self._store.set(_LAST, str(generation))
 
     def forget(self, member: int) -> None:
-        """One that has ended: what it has said of itself is not asked for any more."""
+        """A member has ended: remove what it said about itself."""
         for what in ("resilient", "ready", "lost"):
             self._store.delete_key(f"{_PREFIX}{what}/{member}")
-        # Not deleted: a drill's thread may have seen that it is there, and would wait for it to come again.
+        # Not deleted: a drill's thread may have seen that it exists, and would wait for it to come again.
         self._store.set(f"{_PREFIX}beat/{member}", "")
 
     def all_resilient(self, members: Iterable[int]) -> bool:
-        """Whether each of them would go on without another. False for none."""
+        """Whether each of them would go on without another one. False if there are none."""
         keys = [f"{_PREFIX}resilient/{member}" for member in members]
         return bool(keys) and self._store.check(keys)
 
     def is_ready(self, member: int) -> bool:
-        """Whether it waits to be taken in."""
+        """Whether the member waits to be taken in."""
         return self._store.check([f"{_PREFIX}ready/{member}"])
 
     def beat(self, member: int) -> tuple[int, int] | None:
-        """(beats, finished steps) as it last said; None before its first beat."""
+        """(beats, finished steps) as the member last said; None before its first beat."""
         key = f"{_PREFIX}beat/{member}"
         if not self._store.check([key]):
             return None
@@ -108,14 +108,14 @@ class Roster:
         return (int(beats), int(steps)) if beats.isdecimal() and steps.isdecimal() else None
 
     def has_lost(self, member: int, generation: int) -> bool:
-        """Whether it waits for an end to that generation, since it cannot reach others in it."""
+        """Whether the member waits for an end of that generation, since it cannot reach others in it."""
         key = f"{_PREFIX}lost/{member}"
         return self._store.check([key]) and self._store.get(key) == str(generation).encode()
 
     def went_on(self, member: int, generation: int) -> tuple[float, int] | None:
-        """When a member finished its first step in a generation, and how many it had to make again.
+        """When a member finished its first step in a generation, and how many steps it had to make again.
 
-        The former in seconds of the host's monotonic clock; None if it has not finished one.
+        The time is in seconds of the host's monotonic clock. None if it has not finished one.
         """
         key = f"{_PREFIX}went-on/{generation}/{member}"
         if not self._store.check([key]):
@@ -123,14 +123,14 @@ class Roster:
         note = read_note(self._store.get(key), f"member {member}")
         return float(note["time_s"]), int(note["again"])
 
-    # A member.
+    # Called by a member.
 
     def newest(self) -> int:
         """The newest generation's number; -1 if there is none: the launcher keeps no roster."""
         return int(self._store.get(_NEWEST)) if self._store.check([_NEWEST]) else -1
 
     def generation(self, number: int) -> Generation:
-        """The one of that number, which must have been published. UserError if it is none of ours."""
+        """The generation of that number, which must have been published. UserError if it is not valid."""
         note = read_note(self._store.get(f"{_PREFIX}{number}"), "the launcher", _GENERATION_BYTES)
         members, lost, leaving = note.get("members"), note.get("lost"), note.get("leaving", [])
         for each in (members, leaving):
@@ -140,7 +140,7 @@ class Roster:
         return Generation(number, tuple(members), tuple(map(str, lost or ())), tuple(leaving))
 
     def is_last(self, generation: int) -> bool:
-        """Whether none follows that one as long as nobody dies: lost peers have finished."""
+        """Whether no generation follows this one as long as nobody dies: lost peers have finished."""
         return self._store.check([_LAST]) and self._store.get(_LAST) == str(generation).encode()
 
     def say_resilient(self, member: int, resilient: bool = True) -> None:
@@ -160,11 +160,11 @@ class Roster:
         self._store.set(f"{_PREFIX}lost/{member}", str(generation))
 
     def say_alive(self, member: int, beats: int, steps: int) -> None:
-        """It has not stopped, and this is how far it is."""
+        """`member` is running, and has made so many steps."""
         self._store.set(f"{_PREFIX}beat/{member}", f"{beats} {steps}")
 
     def say_went_on(self, member: int, generation: int, time_s: float, again: int) -> None:
-        """It has finished its first step in this generation."""
+        """`member` has finished its first step in this generation."""
         self._store.set(
             f"{_PREFIX}went-on/{generation}/{member}", json.dumps({"time_s": time_s, "again": again})
         )

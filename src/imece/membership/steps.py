@@ -27,13 +27,14 @@ _looped: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Step:
-    """One step: a context that another rank's death leaves, to be entered again by the loop's next turn."""
+    """One step: a context that is left when another rank dies, and comes again in the loop's next turn."""
 
     def __init__(self, loop: _Plain | _Loop, begin: Callable[[int], None]) -> None:
         self.index = loop.done
-        """From 0: how many steps were made before."""
+        """The number of steps made before this one."""
         self.made = False
-        """Whether this rank has made it. False: another's death has left the block before its end."""
+        """Whether this rank has made the step. False: another rank's death has left the block before its
+        end."""
         self._loop, self._begin = loop, begin
         self.entered = False
 
@@ -54,7 +55,7 @@ class Step:
         except RuntimeError as failed:
             if failed is not error:
                 raise
-            error.__traceback__ = trace  # the block's own: its way through here is nothing to who reads it
+            error.__traceback__ = trace  # the block's own traceback: the way through here is of no interest
             return False
         return True
 
@@ -78,39 +79,40 @@ def steps(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    When another rank dies inside of the block, the block is left, the ranks that are there take the state of
-    the one that is furthest, and the same step comes again (or the next one, if somebody had finished it).
-    What is in the block must therefore depend on the step's number and on this rank and world alone. It may
-    make several updates: those that were made are passed over. Buffers begin as they were, and so does which
-    modules are in training and which parameters want gradients; gradients are not kept from one step to the
-    next. `step.made` says after the block whether this rank has made the step.
+    If another rank dies inside of the block, the block is left, the survivors take the state of the rank that
+    is furthest, and the same step comes again (or the next one, if some rank had finished it). So the block
+    must depend only on the step's number and on this rank and world. It may make several updates: those
+    already made are skipped. Buffers are set back, as are the training modes of modules and which parameters
+    want gradients; gradients are not kept from one step to the next. After the block `step.made` says whether
+    this rank has made the step.
 
-    model, optimizer: as `imece.DistributedDataParallel` or `imece.parallelize` gave them; several optimizers
-    as a list. recovered: called on every rank that has come into a generation, where collectives are as
-    well protected as in the block: it is called again when another rank dies meanwhile. also: learning-rate
-    schedulers, a GradScaler and the like, whose state_dict is JSON, and small, for each step notes it anew:
-    a rank that was behind gets that of the rank that was furthest.
+    model, optimizer: as returned by `imece.DistributedDataParallel` or `imece.parallelize`; several
+    optimizers as a list. recovered: called on every rank that has come into a generation. Its collectives are
+    as well protected as the block: if another rank dies meanwhile, it is called again. also: learning-rate
+    schedulers, a GradScaler and the like, whose state_dict is JSON and small, since each step notes it: a
+    rank that was behind gets that of the rank that was furthest.
 
-    seed: of what is drawn in the steps from torch's generators, of the CPU and of this rank's device; by
-    default the one that the script gave to torch.manual_seed. Each step begins them anew, from the seed, the
+    seed: of random draws in the steps from torch's generators, of the CPU and of this rank's device; by
+    default the one that the script gave to torch.manual_seed. Each step seeds them anew, from the seed, the
     step's number and the rank: so a step that is made again, and a run that begins at `start`, draw the same.
 
-    Ranks are replaced under `imece launch`. Under other launchers (torchrun, srun) the loop is a plain one:
-    a rank that dies ends all, and rank 0 says so at first. imece.init()'s mesh, the model and the optimizer
-    stay the same objects; of the mesh rank, world_size and groups change. A program has one such loop.
+    Under `imece launch` dead ranks are replaced. Under other launchers (torchrun, srun) the loop is a plain
+    one: a rank that dies ends the job, and rank 0 says so at the beginning. The mesh of imece.init(), the
+    model and the optimizer stay the same objects; the mesh's rank, world_size and groups change. A program
+    has one such loop.
 
-    RuntimeError if the block was not entered, `with step:`, for a second loop, and for a state that is
-    changed after the block. TypeError and ValueError for arguments that are none of these, and for a state
-    that is no JSON, or too large.
+    RuntimeError if the block was not entered, `with step:`, for a second loop, and if a state was changed
+    after the block. TypeError and ValueError for wrong arguments, and for a state that is no JSON, or too
+    large.
     """
     mesh = meshes.current()
     check_range(total, start)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's is around it
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
     check_model(model, mesh.can_change)
     optimizers = optimizers_of(optimizer)
     check_also(also)
     carried = Carried(model, optimizers, also)
-    packed(carried.state())  # TypeError now, and not when a rank has died
+    packed(carried.state())  # raise TypeError now, not when a rank has died
     first = torch.initial_seed() if seed is None else seed
 
     def begin(index: int) -> None:
@@ -132,7 +134,7 @@ def steps(
     try:
         loop = _Loop(recovery, carried.modes, kept, start, total, recovered or (lambda _: None))
         yield from _until(total, loop, begin)
-    finally:  # also where the loop was left with `break`
+    finally:  # even if the loop was left with `break`
         recovery.end()
 
 
@@ -146,7 +148,7 @@ def _until(total: int, loop: _Plain | _Loop, begin: Callable[[int], None]) -> It
 
 
 class _Plain:
-    """How far this rank is, where nobody is replaced."""
+    """How far this rank is, if dead ranks are not replaced."""
 
     def __init__(self, start: int) -> None:
         self.done = start
@@ -159,7 +161,7 @@ class _Plain:
         return True
 
     def explain(self, error: BaseException) -> None:
-        """What left the block goes on to whoever called."""
+        """Nothing to add: the error goes on to the caller."""
 
     def look(self) -> None:
         """The loop's body is over."""
@@ -181,7 +183,7 @@ class _Loop:
         self._modes, self._kept = modes, kept
         self.done, self._total = start, total
         self._noted = False  # by this rank, since the turn began
-        self._left = ""  # why, in words, until a step was made since
+        self._left = ""  # why, in words, until a step has been made
         if recovery.member.is_joining:
             self.done = _NOTHING
             self._recover(None)
@@ -192,7 +194,7 @@ class _Loop:
     def finish(self, error: BaseException | None) -> bool:
         """The block was left: with an update made, or by an error. Raises an error that no death explains.
 
-        Whether the step is made by this rank.
+        Returns whether this rank has made the step.
         """
         made = False
         try:
@@ -210,7 +212,7 @@ class _Loop:
         return made
 
     def explain(self, error: BaseException) -> None:
-        """Say, along with an error of the block's own, what came before it."""
+        """Add to an error of the block's own what happened before it."""
         if self._left:
             error.add_note(
                 f"(imece: in the first step after {self._left}. A block that is left for that is entered "
@@ -218,8 +220,8 @@ class _Loop:
             )
 
     def look(self) -> None:
-        """The loop's body is over. RuntimeError if it changed after the block what ranks that join get from
-        there: they would begin with the next block, without the change."""
+        """The loop's body is over. RuntimeError if it changed, after the block, a state that joining ranks
+        get as of the block's end: they would begin the next block without the change."""
         if not self._noted:
             return
         self._noted = False
@@ -229,11 +231,11 @@ class _Loop:
                 "changed after the block, where a rank that joins has not been: change it inside of "
                 "`with step:`"
             )
-        if self._modes.note():  # after the block these may change: for a validation without collectives
+        if self._modes.note():  # after the block they may change, for a validation without collectives
             self._recovery.note_state(self.done)
 
     def _recover(self, error: BaseException | None) -> None:
-        self._modes.restore(self._modes.noted)  # before the model is shared out anew, as it was at first
+        self._modes.restore(self._modes.noted)  # before the model is divided anew, as at first
         try:
             found = self._recovery.recover(error, self.done)
         except RuntimeError as failed:
@@ -244,5 +246,5 @@ class _Loop:
         self._left = " and ".join(found.generation.lost)
         try:
             self._recovered(found)
-        except RuntimeError as another:  # all call it together: it may well have collectives
+        except RuntimeError as another:  # all ranks call it together, so it may well have collectives
             self._recover(another)

@@ -1,4 +1,4 @@
-"""A copy's slot on its way to other hosts: broadcast in chunks, of which a rank keeps what it needs.
+"""Sends a copy's slot to other hosts: broadcast in chunks, of which each rank keeps what it needs.
 
 So a rank never has more in memory than its own part and one chunk, however large the whole is.
 """
@@ -18,16 +18,16 @@ from imece.membership.pieces import Pieces
 
 CHUNK_BYTES = 64 * 2**20
 Needs = Callable[[str, tuple[int, ...]], tuple[int, int]]
-"""Of a tensor with this name and whole shape, the elements [start, stop) that a rank needs."""
+"""(name, whole shape) -> the elements [start, stop) of this tensor that a rank needs."""
 
 
 class Stream:
-    """One copy as of one step, from the rank that holds it to all of a group, which construct it together."""
+    """One copy as of one step, from the rank that holds it to all of a group; all construct it together."""
 
     def __init__(
         self, copy: Copy | None, root: int, group: dist.ProcessGroup, device: torch.device, label: str
     ) -> None:
-        """copy: of the rank `root`, and of nobody else. device: on which the group moves tensors."""
+        """copy: on rank `root`, None elsewhere. device: on which the group moves tensors."""
         self._copy, self._root, self._group, self._device, self._label = copy, root, group, device, label
         sizes = torch.zeros(3, dtype=torch.int64)
         if copy is not None:
@@ -39,7 +39,8 @@ class Stream:
         self.raw_table = self._broadcast(table).numpy().tobytes()
 
     def chunks(self, step: int) -> Iterator[tuple[int, Tensor]]:
-        """(first byte in the slot or behind it, its bytes), in order; all ranks go through them."""
+        """(first byte, in the slot or behind it, and the bytes) of each chunk, in order; all ranks go through
+        them."""
         most = min(CHUNK_BYTES, max(self.slot_bytes, self.still_bytes))
         buffer = torch.empty(most, dtype=torch.uint8, device=self._device)
         end = self.slot_bytes + self.still_bytes
@@ -66,7 +67,7 @@ class _Wanted:
     flat: Tensor  # [numel wanted], filled chunk by chunk
 
     def take(self, low: int, chunk: Tensor) -> None:
-        """What of it lies in the bytes of the slot from `low` on."""
+        """Take this piece's bytes out of a chunk that starts at byte `low` of the slot."""
         size = self.piece.dtype.itemsize
         begin = self.piece.offset + (self.start - self.piece.start) * size  # bytes in the slot
         first, last = max(begin, low), min(begin + self.flat.nbytes, low + len(chunk))

@@ -1,4 +1,4 @@
-"""Where nobody is replaced, by the launcher or for the mesh: rank 0 says so, once, before it matters."""
+"""If nobody will be replaced, by the launcher or in the mesh, rank 0 says so once, before it matters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def say_unwatched(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def say_not_carried(mesh: Mesh, model: DistributedDataParallel) -> None:
-    """One line on rank 0 if another wrapped model is there: its groups would still have who has died."""
+    """One line on rank 0 if there is another wrapped model: its groups would still include dead ranks."""
     if mesh.rank != 0 or mesh.world_size == 1 or not (others := wrapped_beside(model)):
         return
     kinds = " and ".join(f"the {type(each.module).__name__}" for each in others)
@@ -47,7 +47,7 @@ def say_not_carried(mesh: Mesh, model: DistributedDataParallel) -> None:
 
 
 def _by(environ: Mapping[str, str]) -> str:
-    """Who has set torchrun's variables."""
+    """The launcher that has set torchrun's variables."""
     run = environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return "RANK and WORLD_SIZE"

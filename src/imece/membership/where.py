@@ -1,12 +1,12 @@
-"""In which phase of which step a member is: in memory that its launcher has too, and reads after its end.
+"""The phase and step in which a member is, noted in memory that its launcher shares and reads after its end.
 
     forward, backward   of the wrapped model; backward lasts until the update
     update              the optimizer's step
     validation          forward of a model that is not in training
-    saving              up to where a checkpoint is written in the background, beside the steps that follow
-    between steps       all else: what is said to others, copies
+    saving              until a checkpoint is copied; it is written beside the steps that follow
+    between steps       everything else: messages to others, copies
 
-To note it costs a microsecond, so it is always done; a process that was killed cannot be asked.
+Noting it costs a microsecond, so it is always done; a process that was killed cannot be asked.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
     from torch.optim import Optimizer
 
 RECORD = "IMECE_RECORD"
-"""The environment variable with the descriptor of that memory."""
+"""The environment variable with the file descriptor of that memory."""
 PHASES = ("", "forward", "backward", "update", "validation", "between steps", "saving")
-_AFTER = ("between steps", "saving")  # those that belong to no step
+_AFTER = ("between steps", "saving")  # phases that belong to no step
 _NAME = "imece-where"
 _RECORD = struct.Struct("=qq")  # finished steps, the phase's number
 
 
 def new_record() -> int:
-    """A descriptor of a member's record, for the launcher to pass on and to close."""
+    """A file descriptor of a member's record, for the launcher to pass on and to close."""
     fd = os.memfd_create(_NAME)
     os.ftruncate(fd, _RECORD.size)
     return fd
 
 
 def read_record(fd: int) -> str:
-    """As "in backward of step 41"; "" if nothing was noted."""
+    """Such as "in backward of step 41"; "" if nothing was noted."""
     content = os.pread(fd, _RECORD.size, 0)
     steps, number = _RECORD.unpack(content) if len(content) == _RECORD.size else (0, 0)
     if not 0 < number < len(PHASES):
@@ -50,17 +50,17 @@ class Where:
     """Notes where this process is, if its launcher has given it a record."""
 
     def __init__(self, steps: Callable[[], int]) -> None:
-        """`steps`: finished ones."""
+        """steps: returns the number of finished steps."""
         self._steps = steps
         self._memory = _own_record()
 
     def note(self, phase: str) -> None:
-        """From now on it is in `phase`, one of PHASES."""
+        """From now on this process is in `phase`, one of PHASES."""
         if self._memory is not None:
             _RECORD.pack_into(self._memory, 0, self._steps(), PHASES.index(phase))
 
     def watch(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Note by itself what these do."""
+        """Note automatically what these do."""
         if self._memory is None:
             return
         model.register_forward_pre_hook(lambda *_: self.note("forward" if model.training else "validation"))
@@ -74,7 +74,7 @@ class Where:
 
 
 def _own_record() -> mmap.mmap | None:
-    """None for one that a rank has started: it has the rank's environment, and not its descriptor."""
+    """None for a process that a rank has started: it has the rank's environment, but not its descriptor."""
     text = os.environ.get(RECORD, "")
     try:
         if text.isdecimal() and os.readlink(f"/proc/self/fd/{text}").startswith(f"/memfd:{_NAME}"):
