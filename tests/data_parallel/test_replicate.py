@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import io
 import os
 import re
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +17,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_gather
-from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
@@ -32,94 +25,27 @@ from imece.collectives import ops
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.reducer import _factor
-from imece.data_parallel.reducing.posting import Posting
 from imece.errors import MismatchError
-from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
-
-SMALL_MB = 80 / 2**20  # of two layers' gradients, 96 bytes, more than one bucket
-
-
-class Branches(nn.Module):
-    """Layers of which each forward uses those that are picked, in that order."""
-
-    def __init__(self, count: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(count))
-
-    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
-        for index in range(len(self.layers)) if picked is None else picked:
-            x = self.layers[index](x).tanh()
-        return x
-
-
-def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> Any:
-    return DistributedDataParallel(module, process_group=group, **options)
-
-
-def own_input(step: int = 0) -> torch.Tensor:
-    """Another on each rank, in float64 as all of these models: comparisons need no room for rounding."""
-    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
-    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
-
-
-def double(module: nn.Module) -> nn.Module:
-    return module.double()
-
-
-Gradients = dict[str, torch.Tensor | None]
-
-
-def gradients(model: nn.Module) -> Gradients:
-    """Those of the module that `model` wraps, as they are."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    assert isinstance(inner, nn.Module)
-    return {name: each.grad for name, each in inner.named_parameters()}
-
-
-def mean_over(
-    group: dist.ProcessGroup, module: nn.Module, loss: Callable[..., torch.Tensor], *inputs: Any
-) -> Gradients:
-    """What `loss(module, *inputs)` gives as gradients, mean over the ranks; None for what no rank used."""
-    alone = copy.deepcopy(module)
-    alone.zero_grad()
-    loss(alone, *inputs).backward()
-    found: Gradients = {}
-    for name, parameter in alone.named_parameters():
-        used = torch.tensor([parameter.grad is not None], dtype=torch.int32)
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        # Not torch's calls: they would keep no order with those of a backward that failed.
-        ops.all_reduce(used, group=group)
-        ops.all_reduce(grad, group=group)
-        found[name] = grad / group.size() if used.item() else None
-    return found
-
-
-def same(got: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> None:
-    assert got.keys() == expected.keys() and expected
-    for name, each in expected.items():
-        other = got[name]
-        if each is None or other is None:
-            assert other is each, f"{name} is {other}, expected {each}"
-        else:
-            assert torch.allclose(other, each, rtol=1e-12, atol=1e-13), f"{name} is {other}, expected {each}"
-
-
-def total(model: Any, *inputs: Any) -> torch.Tensor:
-    return model(*inputs).sum()  # type: ignore[no-any-return]
-
-
-def train_step(model: Any, group: dist.ProcessGroup, step: int = 0, picked: list[int] | None = None) -> None:
-    """One backward, whose gradients must be the mean."""
-    loss_step(model, group, total, own_input(step), picked)
-
-
-def loss_step(model: Any, group: dist.ProcessGroup, loss: Callable[..., torch.Tensor], *inputs: Any) -> None:
-    """The same of any loss."""
-    expected = mean_over(group, model.module, loss, *inputs)
-    model.zero_grad()
-    loss(model, *inputs).backward()
-    same(gradients(model), expected)
-
+from tests.data_parallel.branches import (
+    SMALL_MB,
+    Branches,
+    Broken,
+    Fuse,
+    Fused,
+    Gradients,
+    blown,
+    double,
+    gradients,
+    loss_step,
+    mean_over,
+    own_input,
+    plus,
+    same,
+    total,
+    train_step,
+    wrap,
+)
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
 
 # Where gradients lie.
 
@@ -207,50 +133,9 @@ def a_rank_that_uses_nothing(group: dist.ProcessGroup) -> None:
 # no_sync, failures.
 
 
-class Broken(Exception):
-    pass
-
-
-class Fuse(torch.autograd.Function):
-    """The identity; its backward raises while `blown`."""
-
-    blown = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if Fuse.blown:
-            raise Broken
-        return grads[0]
-
-
-class Fused(Branches):
-    """Its backward fails in the middle when the fuse is blown."""
-
-    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x).tanh()
-            if index == 1:
-                x = Fuse.apply(x)  # type: ignore[no-untyped-call]
-        return x
-
-
 def fail_if_blown(_: torch.Tensor) -> None:
     if Fuse.blown:
         raise Broken
-
-
-@contextlib.contextmanager
-def blown() -> Iterator[None]:
-    Fuse.blown = True
-    try:
-        with pytest.raises(Broken):
-            yield
-    finally:
-        Fuse.blown = False
 
 
 def no_sync_ends_with_its_body(group: dist.ProcessGroup) -> None:
@@ -444,263 +329,6 @@ def frozen_as_a_whole(group: dist.ProcessGroup) -> None:
     train_step(judge, group)
 
 
-# Wrapping is undone.
-
-
-def wrapped_again(group: dist.ProcessGroup) -> None:
-    """What the first wrapper prepared for and nobody called backward on is no longer waited for."""
-    module = double(Branches())
-    model = wrap(module, group)
-    loss = total(model, own_input())
-    del model, loss
-    train_step(wrap(module, group), group)
-
-
-def gone_with_its_model(group: dist.ProcessGroup) -> None:
-    def trained(strategy: str, **options: Any) -> list[weakref.ref[Any]]:
-        module = Branches()
-        model, optimizer = parallelize(
-            module, torch.optim.AdamW(module.parameters()), strategy, group, **options
-        )
-        for step in range(2):
-            optimizer.zero_grad()
-            total(model, own_input(step).float()).backward()
-            optimizer.step()
-        known = [model, module, optimizer, model.reducer, model.reducer.gradients]
-        return [weakref.ref(each) for each in [*known, *module.parameters()]]
-
-    left = [trained(strategy) for strategy in ("replicate", "zero1", "zero2", "zero3")]
-    left.append(trained("zero3", gather=True))
-    gc.collect()
-    assert [[ref() for ref in refs if ref() is not None] for refs in left] == [[]] * 5
-
-
-# Outputs.
-
-
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: Any
-
-
-@dataclass
-class Record:
-    loss: Any
-    words: str = "of no tensor"
-
-
-class Shown:
-    """An object of somebody's own."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "a list": (lambda x: [1, x], lambda output: output[1]),
-    "a dict in a tuple": (lambda x: (None, {"loss": x}), lambda output: output[1]["loss"]),
-    "a named tuple": (lambda x: Pair(x.detach(), [x]), lambda output: output.second[0]),
-    "a dataclass in a dict": (lambda x: {"all": Record([x])}, lambda output: output["all"].loss[0]),
-    "an object in one": (lambda x: Shown([Shown(x)]), lambda output: output.value[0].value),
-    "one of two": (lambda x: (x * 2, x), lambda output: output[1]),
-}
-
-
-def outputs_of_all_kinds(group: dist.ProcessGroup) -> None:
-    for name, (put, take) in OUTPUTS.items():
-
-        class Out(Branches):
-            def forward(
-                self, x: torch.Tensor, picked: list[int] | None = None, *, put: Callable[..., Any] = put
-            ) -> Any:
-                return put(super().forward(x, picked))
-
-        model = wrap(double(Out()), group)
-        for step in range(2):
-            x = own_input(step)
-            expected = mean_over(group, model.module, lambda alone, x: take(alone(x)).sum(), x)  # noqa: B023
-            model.zero_grad()
-            output = model(x, picked=None)
-            assert type(output) is type(model.module(own_input())), name
-            take(output).sum().backward()
-            same(gradients(model), expected)
-        # Each of two backwards must begin, which it does when it comes through an output that was seen.
-        first, second = model(own_input(1)), model(own_input(1))
-        model.zero_grad()
-        take(first).sum().backward()
-        take(second).sum().backward()
-        same(gradients(model), plus(expected, expected))
-
-
-class Opaque:
-    """An object in which nobody finds tensors."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self.get = lambda: loss
-
-
-class Hiding(Branches):
-    """All its layers are in re-entrant checkpoints, and its output hides where backward begins."""
-
-    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> Any:
-        for index in range(len(self.layers)) if picked is None else picked:
-            x = checkpoint(self.layers[index], x, use_reentrant=True)
-        return Opaque(x.sum())
-
-
-def hidden_outputs(group: dist.ProcessGroup) -> None:
-    """Backward begins and ends inside of checkpoints: with all layers used, and with some left unused."""
-    rank = dist.get_rank()
-    for picked in ([0, 1, 2, 3], [0, 1, 2], [2, 3], [rank, 2]):
-        model = wrap(double(Hiding()), group, bucket_cap_mb=SMALL_MB)
-        for step in range(3):
-            x = own_input(step).requires_grad_()
-            expected = mean_over(group, model.module, lambda alone, *inputs: alone(*inputs).get(), x, picked)
-            model.zero_grad()
-            model(x, picked).get().backward()
-            same(gradients(model), expected)
-
-
-def outputs_and_parameters_together(group: dist.ProcessGroup) -> None:
-    """A penalty on the parameters themselves, and one parameter that is in nothing else."""
-
-    def loss(model: Any) -> torch.Tensor:
-        penalty = sum((each**2).sum() for each in model.parameters())
-        return model(own_input(), [0, 1]).sum() + penalty  # type: ignore[no-any-return]
-
-    model = wrap(double(Branches()), group)
-    for _ in range(2):
-        expected = mean_over(group, model.module, loss)
-        model.zero_grad()
-        loss(model).backward()
-        same(gradients(model), expected)
-
-
-def autograd_grad_on_one_rank(group: dist.ProcessGroup) -> None:
-    """Of inputs, outputs or parameters, for a picture or a log: it sends nothing, so others need not know."""
-    model = wrap(double(Branches()), group)
-    for step in range(4):
-        train_step(model, group, step)
-        if step and dist.get_rank() == 0:
-            x = own_input().requires_grad_()
-            hidden = x * 2
-            output = model(hidden)
-            for wanted in (x, hidden, output, list(model.parameters()), model.module.layers[1].weight):
-                torch.autograd.grad(output.sum(), wanted, retain_graph=True)
-
-
-def a_penalty_sends_as_much_as_a_loss(group: dist.ProcessGroup) -> None:
-    model = wrap(double(Branches()), group)
-    sent: list[int] = []
-    reduce, finish = ops.all_reduce, Posting.finish
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return reduce(tensor, *args, **options)
-
-    def sum_posted(posting: Posting) -> None:
-        sent.extend(bucket.flat.nbytes for bucket in model.reducer.buckets)
-        finish(posting)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "all_reduce", all_reduce)
-        patch.setattr(Posting, "finish", sum_posted)
-        x = own_input().requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        assert not sent
-        (output.sum() + slope.square().sum()).backward()
-    told = len(model.reducer.slots) + 8  # what was used, and a digest of learning rates
-    assert sent == [bucket.flat.nbytes for bucket in model.reducer.buckets] + [told]
-
-
-def some_parameters_alone(group: dist.ProcessGroup) -> None:
-    """backward(inputs=...) is a backward, of the nearest parameter or of others."""
-    for at in (0, 3):
-        model = wrap(double(Branches()), group)
-        for step in range(3):
-            wanted = model.module.layers[at].weight
-            expected = mean_over(group, model.module, total, own_input(step))[f"layers.{at}.weight"]
-            model.zero_grad()
-            output = model(own_input(step))
-            with model.no_sync():
-                model(own_input(step))  # so that the output alone says that this is to be reduced
-            output.sum().backward(inputs=[wanted])
-            found = {name: each for name, each in gradients(model).items() if each is not None}
-            same(found, {f"layers.{at}.weight": expected})
-
-
-def gradients_by_autograd_grad(group: dist.ProcessGroup) -> None:
-    """torch.autograd.grad asks for gradients of its own: none is synchronised, and the next step is right."""
-    model = wrap(double(Branches()), group)
-    x = own_input().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    assert all(each is None for each in gradients(model).values())
-    slope.square().sum().backward()
-    for step in range(2):
-        train_step(model, group, step)
-
-
-class Scores(nn.Module):
-    """Its output is a view of what its last layer has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
-
-    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
-        return torch.as_tensor(self.layers(x)).squeeze(-1)
-
-
-def an_output_changed_in_place(group: dist.ProcessGroup) -> None:
-    def loss(model: Any, step: int) -> torch.Tensor:
-        scores = model(own_input(step))
-        scores /= 2.0
-        return scores.sum()  # type: ignore[no-any-return]
-
-    model = wrap(double(Scores()), group)
-    for step in range(3):
-        loss_step(model, group, loss, step)
-
-
-def a_loss_of_gradients_alone(group: dist.ProcessGroup) -> None:
-    """Its graph does not lead through the output: that is linear in what is behind it."""
-
-    def loss(model: Any, step: int) -> torch.Tensor:
-        x = own_input(step).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return slope.square().sum()
-
-    model = wrap(double(Scores()), group)
-    for step in range(3):
-        loss_step(model, group, loss, step)
-        train_step(model, group, step)
-
-
-def of_two_forwards_each_as_it_was(group: dist.ProcessGroup) -> None:
-    """One in no_sync stays local, though another one was prepared before its backward."""
-
-    def loss(model: Any, step: int) -> torch.Tensor:
-        return total(model, own_input(step)) + total(model, own_input(step + 5))
-
-    model = wrap(double(Branches()), group)
-    for step in range(2):
-        alone = copy.deepcopy(model.module)
-        alone.zero_grad()
-        total(alone, own_input(step)).backward()
-        expected = mean_over(group, model.module, loss, step)
-        model.zero_grad()
-        with model.no_sync():
-            local = total(model, own_input(step))
-        both = total(model, own_input(step + 5))
-        local.backward()
-        same(gradients(model), gradients(alone))
-        both.backward()
-        same(gradients(model), expected)
-
-
 def gradients_with_other_memory(group: dist.ProcessGroup) -> None:
     """`grad.data = ...` takes a gradient out of its bucket, and so does `model.to()`."""
     model = wrap(double(Branches()), group)
@@ -795,168 +423,6 @@ def evaluation_is_local(group: dist.ProcessGroup) -> None:
     train_step(model, group, 1)
 
 
-def two_models_one_backward(group: dist.ProcessGroup) -> None:
-    """One behind the other, or in a backward inside of it; each rank leaves other parts of it unused."""
-    for overlap, inside in ((None, False), (False, True)):
-        first = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB, overlap=overlap)
-        second = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB, overlap=overlap)
-        both = nn.ModuleList([copy.deepcopy(first.module), copy.deepcopy(second.module)])
-        for step in range(4):
-            picked = [[0, 1, 2, 3], [2, 0]][(dist.get_rank() + step) % 2]
-            x = own_input(step).requires_grad_()
-            expected = mean_over(
-                group, both, lambda both, x, used: both[1](both[0](x), used).sum(), x, picked
-            )
-            first.zero_grad()
-            second.zero_grad()
-            between = checkpoint(first, x, use_reentrant=True) if inside else first(x)
-            second(between, picked).sum().backward()
-            got = {f"0.{name}": each for name, each in gradients(first).items()}
-            same(got | {f"1.{name}": each for name, each in gradients(second).items()}, expected)
-
-
-def of_two_models(group: dist.ProcessGroup) -> None:
-    """An encoder of both: of it all is used, or by each rank another part, or nothing."""
-
-    def losses(models: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        picked = [[0, 1, 2, 3, 4], [0, 4] if dist.get_rank() else [1, 4], [4]][step % 3]
-        x = own_input(step)
-        return models[0](x, picked).square().sum(), models[1](x, picked).sin().sum()
-
-    def of_both(models: Any, step: int) -> torch.Tensor:
-        return torch.stack(losses(models, step)).sum()
-
-    def together(models: Any, step: int) -> None:
-        of_both(models, step).backward()
-
-    def in_turn(models: Any, step: int) -> None:
-        for each in losses(models, step):
-            each.backward()
-
-    def first_in_no_sync(models: Any, step: int) -> None:
-        with models[0].no_sync():
-            losses(models, step)[0].backward()
-        losses(models, step)[1].backward()
-
-    for overlap in (True, False):
-        for train in (together, in_turn, first_in_no_sync):
-            encoder = [nn.Linear(3, 3) for _ in range(4)]
-            both = nn.ModuleList([Branches(), Branches()])
-            for each in both:
-                each.layers = nn.ModuleList([*encoder, nn.Linear(3, 3)])
-            double(both)
-            models = [wrap(each, group, bucket_cap_mb=SMALL_MB, overlap=overlap) for each in both]
-            before: Gradients = {}
-            for step in range(7):
-                added = mean_over(group, both, of_both, step)
-                if step < 6:
-                    both.zero_grad()
-                train(models, step)
-                got = gradients(both)
-                expected = added if step < 6 else plus(before, added)
-                if train is first_in_no_sync:  # its own layer has not been synchronised
-                    got, expected = ({name: each for name, each in found.items() if "0.layers.4" not in name}
-                                     for found in (got, expected))  # fmt: skip
-                same(got, expected)
-                before = {name: None if each is None else each.clone() for name, each in added.items()}
-
-
-def plus(one: Gradients, other: Gradients) -> Gradients:
-    return {
-        name: each if (before := one[name]) is None else before if each is None else before + each
-        for name, each in other.items()
-    }
-
-
-def wrapped_within(group: dist.ProcessGroup) -> None:
-    inner = wrap(double(nn.Linear(3, 3)), group)
-    model = wrap(nn.Sequential(inner, nn.Tanh(), double(nn.Linear(3, 3))), group)
-    for step in range(3):
-        alone = nn.Sequential(inner.module, *model.module[1:])
-        expected = mean_over(group, alone, total, own_input(step))
-        model.zero_grad()
-        total(model, own_input(step)).backward()
-        same(gradients(alone), expected)
-
-
-def wrapped_again_beside(group: dist.ProcessGroup) -> None:
-    """The first wrapper is still there, and what it prepared for, or what a failed backward has left."""
-    module = Branches().double()
-    model = wrap(module, group)
-    loss = total(model, own_input())
-    for step in range(2):
-        train_step(wrap(module, group), group, step)
-    with pytest.raises(ValueError, match="on purpose"), failing(module.layers[1]):
-        total(model, own_input()).backward()
-    train_step(wrap(module, group), group)
-    del loss
-
-
-@contextlib.contextmanager
-def failing(layer: nn.Module) -> Iterator[None]:
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("on purpose")
-
-    handle = layer.register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def of_two_models_that_do_not_fit(group: dist.ProcessGroup) -> None:
-    module = Branches().double()
-    one, other = wrap(module, group), wrap(module, group, average="tokens")
-    with pytest.raises(RuntimeError) as caught:
-        (total(one, own_input()) + other.weigh(total(other, own_input()), 2)).backward()
-    assert str(caught.value) == (
-        "parameter layers.0.weight is in two wrapped models that one backward goes through, and they are "
-        "not averaged alike, over the same ranks: wrap one module that has both"
-    )
-    other = wrap(module, group)
-    of_other = total(other, own_input())
-    with failing(module.layers[3]):
-        of_one = total(one, own_input())
-    with pytest.raises(ValueError, match="on purpose"):
-        of_one.backward()
-    with pytest.raises(RuntimeError) as caught:
-        of_other.backward()
-    assert str(caught.value) == (
-        "parameter layers.0.weight is in two wrapped models, and the backward of the other one has raised: "
-        "run the forwards of both again"
-    )
-    train_step(other, group)
-    train_step(one, group)
-
-
-def within_torch_func(group: dist.ProcessGroup) -> None:
-    """Gradients of a transform are this rank's own; a loss of them is a loss as any other."""
-    model = wrap(double(Branches()), group)
-    train_step(model, group)  # so that the next forward lays buckets anew
-    model.zero_grad()
-    values = {name: each.detach().clone() for name, each in model.named_parameters()}
-
-    def loss(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, values, (x,)).square().sum()  # type: ignore[no-any-return]
-
-    x = own_input()
-    got = torch.func.grad(loss)(values, x)
-    by_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
-    alone = copy.deepcopy(model.module)
-    alone(x).square().sum().backward()
-    same({name: got[f"module.{name}"] for name in gradients(alone)}, gradients(alone))
-    same({name: by_sample[f"module.{name}"].sum(0) for name in gradients(alone)}, gradients(alone))
-    assert all(each is None for each in gradients(model).values())
-
-    def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
-        slope: torch.Tensor = torch.func.grad(lambda x: model(x).sum())(x)
-        return slope.square().sum()
-
-    for step in range(2):
-        loss_step(model, group, penalty, own_input(step))
-        train_step(model, group, step)
-
-
 class Added(nn.Module):
     """A layer that is frozen, and a small one that is trained beside it."""
 
@@ -1008,39 +474,6 @@ def newcomers(group: dist.ProcessGroup) -> None:
     total(model, own_input()).backward()
 
 
-def checkpointed_after_another_failed(group: dist.ProcessGroup) -> None:
-    """It has no forward with gradients outside of backward, which would see that the other one is over."""
-    failed, model = wrap(double(Fused()), group), wrap(double(Branches()), group)
-    with blown():
-        failed(own_input()).sum().backward()
-    x = own_input().requires_grad_()
-    expected = mean_over(group, model.module, total, x)
-    checkpoint(model, x, use_reentrant=True).sum().backward()
-    same(gradients(model), expected)
-
-
-def checkpointed_from_outside(group: dist.ProcessGroup) -> None:
-    """The wrapper's own forward runs again in backward."""
-    for reentrant in (False, True):
-        model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
-        for step in range(3):
-            x = own_input(step).requires_grad_()
-            expected = mean_over(group, model.module, total, x)
-            model.zero_grad()
-            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-            same(gradients(model), expected)
-
-
-def compiled_as_a_whole(group: dist.ProcessGroup) -> None:
-    model = wrap(double(Branches()), group)
-    compiled: Any = torch.compile(model, backend="eager")
-    for step in range(3):
-        expected = mean_over(group, model.module, total, own_input(step))
-        model.zero_grad()
-        compiled(own_input(step)).sum().backward()
-        same(gradients(model), expected)
-
-
 def complex_parameters(group: dist.ProcessGroup) -> None:
     """As with torch's class. The future of torch's hook gives real numbers, two for one."""
     for hook in (None, default_hooks.allreduce_hook):
@@ -1066,125 +499,6 @@ def a_group_of_one(group: dist.ProcessGroup) -> None:
     model = wrap(double(Branches()), mine)
     for step in range(3):
         train_step(model, mine, step, [0, 1])
-
-
-# Hooks.
-
-
-def hooks_on_parameters_come_first(group: dist.ProcessGroup) -> None:
-    """Added after wrapping too: they see this rank's gradient, and what they leave is reduced."""
-    factor = dist.get_rank() + 2
-
-    def replace(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad * factor + 1
-
-    def write(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(factor).add_(1)
-
-    for strategy, overlap in (("replicate", False), ("replicate", True), ("zero1", False), ("zero3", False)):
-        module = double(Branches())
-        model, optimizer = parallelize(
-            module, torch.optim.SGD(module.parameters(), lr=1.0), strategy, group, bucket_cap_mb=SMALL_MB,
-            overlap=overlap,
-        )  # fmt: skip
-        for at, parameter in enumerate(module.parameters()):
-            parameter.register_post_accumulate_grad_hook(write if at % 2 else replace)
-        for step in range(3):
-            x, before = own_input(step), {name: each.clone() for name, each in module.named_parameters()}
-            means = mean_over(group, module, lambda alone, x: alone(x).sum() * factor, x)
-            expected = {name: before[name] - each - 1 for name, each in means.items() if each is not None}
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-            same(dict(module.named_parameters()), expected)
-
-
-def hooks_may_answer_in_several_ways(group: dist.ProcessGroup) -> None:
-    def answer(value: Any) -> Any:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(value)
-        return future
-
-    seen: list[tuple[int, bool, int, int]] = []
-
-    def hook(state: str, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        assert state == "mine"
-        views, parameters = bucket.gradients(), bucket.parameters()
-        assert [view.shape for view in views] == [each.shape for each in parameters]
-        assert sum(view.numel() for view in views) == bucket.buffer().numel()
-        seen.append((bucket.index(), bucket.is_last(), len(views), bucket.buffer().numel()))
-        doubled = bucket.buffer() * 2
-        return answer([doubled] if bucket.index() % 2 else doubled)  # type: ignore[no-any-return]
-
-    model = wrap(double(Branches()), group, bucket_cap_mb=SMALL_MB)
-    model.register_comm_hook("mine", hook)
-    for step in range(2):
-        seen.clear()
-        alone = copy.deepcopy(model.module)
-        alone.zero_grad()
-        alone(own_input(step)).sum().backward()
-        model.zero_grad()
-        model(own_input(step)).sum().backward()
-        own = gradients(alone)
-        same(gradients(model), {name: grad * 2 for name, grad in own.items() if grad is not None})
-        count = len(model.reducer.buckets)
-        assert [(index, last) for index, last, *_ in seen] == [(at, at == count - 1) for at in range(count)]
-        assert sum(views for *_, views, _ in seen) == 8 and sum(numel for *_, numel in seen) == 48
-
-    model = wrap(double(Branches()), group)
-    model.register_comm_hook(None, lambda state, bucket: answer("words"))
-    with pytest.raises(TypeError, match="gave str, not a tensor"):
-        model(own_input()).sum().backward()
-
-
-def hooks_may_set_another_buffer(group: dist.ProcessGroup) -> None:
-    """Its gradients are views of that, with its dtype and the strides of the parameters."""
-
-    def doubled(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        bucket.set_buffer(bucket.buffer().float())
-        for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            assert (view.dtype, view.stride()) == (torch.float32, parameter.stride())
-            view.mul_(2)
-        if bucket.buffer().numel() > 1:
-            kept = bucket.buffer()
-            bucket.set_buffer(kept[:1])
-            with pytest.raises(RuntimeError):
-                bucket.gradients()
-            bucket.set_buffer(kept)
-        return default_hooks.allreduce_hook(group, bucket)
-
-    convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    module = double(nn.Sequential(convolution, nn.Flatten(), nn.Linear(3, 3)))
-    x = torch.rand(2, 2, 2, 2, generator=torch.Generator().manual_seed(dist.get_rank())).double()
-    model = wrap(module, group)
-    expected = mean_over(group, module, total, x)
-    model.register_comm_hook(None, doubled)
-    model(x).sum().backward()
-    for name, each in gradients(model).items():
-        mean = expected[name]
-        assert mean is not None and each is not None
-        assert torch.allclose(each, 2 * mean, rtol=1e-5, atol=1e-5), name
-
-
-def hooks_that_are_refused(group: dist.ProcessGroup) -> None:
-    def of_another_kind(state: object, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        raise NotImplementedError
-
-    def without_future(state: object, bucket: dist.GradBucket) -> torch.Tensor:
-        raise NotImplementedError
-
-    model = wrap(double(Branches()), group)
-    with pytest.raises(TypeError, match="is a function"):
-        model.register_comm_hook(None, "hook")
-    with pytest.raises(ValueError, match=r"bucket is a dist\.GradBucket; .*of_another_kind wants"):
-        model.register_comm_hook(None, of_another_kind)
-    with pytest.raises(ValueError, match=r"returns a torch\.futures\.Future; .*without_future returns"):
-        model.register_comm_hook(None, without_future)
-    model.register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(RuntimeError, match="already"):
-        model.register_comm_hook(None, lambda state, bucket: None)
 
 
 # Names, copies.
@@ -1334,102 +648,6 @@ def refused_with_the_reason(group: dist.ProcessGroup) -> None:
     train_step(DistributedDataParallel(double(Branches()), device_mesh=line), group)
 
 
-def optimizers_in_backward(group: dist.ProcessGroup) -> None:
-    """They step once, on the mean, whether they were applied before or after wrapping; unused ones do not."""
-    for before in (True, False):
-        inner = double(Branches())
-        stepped = copy.deepcopy(inner)
-        if before:
-            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
-        model = wrap(inner, group, bucket_cap_mb=SMALL_MB)
-        if not before:
-            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
-        stepped.load_state_dict(inner.state_dict())  # rank 0's
-        for step in range(3):
-            expected = mean_over(group, stepped, total, own_input(step), [0, 2])
-            for name, parameter in stepped.named_parameters():
-                if expected[name] is not None:
-                    parameter.data -= 0.5 * expected[name]  # type: ignore[operator]
-            model(own_input(step), [0, 2]).sum().backward()
-            same(dict(inner.named_parameters()), dict(stepped.named_parameters()))
-            assert all(each is None for each in gradients(model).values())
-    for strategy in ("replicate", "zero1"):
-        inner = Branches()
-        sgd = [torch.optim.SGD([each], lr=0.5) for each in inner.parameters()]
-        model, _ = parallelize(inner, sgd, strategy, group)
-        for each, one in zip(inner.parameters(), sgd, strict=True):
-            each.register_post_accumulate_grad_hook(lambda _, one=one: one.step())
-        with pytest.raises(RuntimeError) as early:
-            model(own_input(0).float(), [0]).sum().backward()
-        assert str(early.value).startswith(
-            "SGD steps layers.0.bias inside of backward, before its gradient is summed over the ranks: step "
-            "when backward is over, or with DistributedDataParallel give the optimizer to torch.distributed."
-        )
-    for before in (True, False):
-        inner = Branches()
-        if before:
-            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
-        with pytest.raises(ValueError) as caught:
-            sharded, _ = parallelize(inner, torch.optim.SGD(inner.parameters()), "zero1", group)
-            assert not before
-            _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.5})
-            sharded(own_input(0).float(), [0])
-        name = next(name for name, _ in inner.named_parameters())
-        assert str(caught.value) == (
-            f"parameter {name} has an optimizer that steps in backward (_apply_optimizer_in_backward), and "
-            f"its gradient goes to ranks' parts: give imece.parallelize an optimizer in its place, or take "
-            f"strategy='replicate'"
-        )
-
-
-def hooks_on_buffers(group: dist.ProcessGroup) -> None:
-    """They run instead of the broadcast, before or after forward; futures are awaited by backward."""
-
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-            self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.get_buffer("seen").add_(dist.get_rank() + 1)
-            return self.layer(x)  # type: ignore[no-any-return]
-
-    def hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
-        assert state == "state" and list(buffers) == ["seen"]
-        done: torch.futures.Future[Any] = torch.futures.Future()
-
-        def late() -> None:
-            dist.all_reduce(buffers["seen"], group=group)
-            done.set_result(None)
-
-        threading.Timer(0.05, late).start()
-        return [done]
-
-    ranks = group.size()
-    everyone = ranks * (ranks + 1) / 2
-    for where, expected in (
-        (_BufferCommHookLocation.POST_FORWARD, [everyone, everyone * ranks + everyone]),
-        (_BufferCommHookLocation.PRE_FORWARD, [dist.get_rank() + 1, everyone + dist.get_rank() + 1]),
-    ):
-        model = wrap(double(Counting()), group)
-        model._register_buffer_comm_hook(
-            "state", hook if where is _BufferCommHookLocation.POST_FORWARD else waiting(hook), where
-        )
-        for want in expected:
-            model(own_input()).sum().backward()
-            assert model.module.seen.item() == want, (where, model.module.seen, want)
-    with pytest.raises(TypeError, match="function"):
-        model._register_buffer_comm_hook(None, "no hook")
-
-
-def waiting(hook: Callable[..., Any]) -> Callable[..., None]:
-    def wait(*arguments: Any) -> None:
-        torch.futures.wait_all(hook(*arguments))
-
-    return wait
-
-
 def overlapped_or_not(group: dist.ProcessGroup) -> None:
     """When buckets leave changes no bit of the gradients. By default early only where a core is free."""
     start = copy.deepcopy(Branches())
@@ -1567,8 +785,6 @@ CHECKS: dict[str, Check] = {
     "a flag out of habit": a_flag_out_of_habit,
     "beside a synchronised batch norm": beside_a_synchronised_batch_norm,
     "overlapped or not": overlapped_or_not,
-    "optimizers in backward": optimizers_in_backward,
-    "hooks on buffers": hooks_on_buffers,
     "gradients are views": gradients_are_views,
     "rebuilt once": rebuilt_once_in_the_order_of_arrival,
     "order after two backwards": order_after_two_backwards,
@@ -1585,60 +801,28 @@ CHECKS: dict[str, Check] = {
     "frozen later": frozen_later,
     "thawed later": thawed_later,
     "frozen as a whole": frozen_as_a_whole,
-    "wrapped again": wrapped_again,
-    "gone with its model": gone_with_its_model,
-    "outputs": outputs_of_all_kinds,
-    "hidden outputs": hidden_outputs,
-    "outputs and parameters": outputs_and_parameters_together,
-    "autograd.grad": gradients_by_autograd_grad,
-    "autograd.grad on one rank": autograd_grad_on_one_rank,
-    "a penalty": a_penalty_sends_as_much_as_a_loss,
-    "some parameters alone": some_parameters_alone,
-    "an output changed in place": an_output_changed_in_place,
-    "a loss of gradients": a_loss_of_gradients_alone,
-    "of two forwards": of_two_forwards_each_as_it_was,
     "gradients with other memory": gradients_with_other_memory,
     "gradients that are other objects": gradients_that_are_other_objects,
     "a failed end": a_step_after_a_failed_end,
     "evaluation": evaluation_is_local,
-    "checkpointed from outside": checkpointed_from_outside,
-    "compiled as a whole": compiled_as_a_whole,
     "complex parameters": complex_parameters,
     "a group of one": a_group_of_one,
-    "hooks on parameters": hooks_on_parameters_come_first,
-    "hooks' answers": hooks_may_answer_in_several_ways,
-    "hooks' buffers": hooks_may_set_another_buffer,
-    "refused hooks": hooks_that_are_refused,
     "names": names_are_torchs,
     "copies": copies_train,
     "refused": refused_with_the_reason,
     "a rank that uses nothing": a_rank_that_uses_nothing,
-    "two models, one backward": two_models_one_backward,
-    "of two models": of_two_models,
-    "wrapped within": wrapped_within,
-    "wrapped again beside": wrapped_again_beside,
-    "of two models that do not fit": of_two_models_that_do_not_fit,
-    "within torch.func": within_torch_func,
     "newcomers": newcomers,
-    "checkpointed after another failed": checkpointed_after_another_failed,
 }
-
 
 # Where the order of collectives matters.
 ON_GLOO = [
     "a flag out of habit", "beside collectives in its graph", "beside a synchronised batch norm",
     "overlapped or not", "gradients are views", "rebuilt once", "order after two backwards",
     "no_sync stays local", "a failed backward", "no_sync after a failed backward", "unused everywhere",
-    "used by some rank", "hooks' answers", "a rank that uses nothing",
+    "used by some rank", "a rank that uses nothing",
 ]  # fmt: skip
-LONG_ON_GLOO = ["two models, one backward", "of two models"]
 
 
-@pytest.mark.parametrize(
-    "job",
-    jobs(__name__, CHECKS, (2, "shm"))
-    + jobs(__name__, ON_GLOO, (3, "gloo"))
-    + slow(jobs(__name__, LONG_ON_GLOO, (3, "gloo"))),
-)
+@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "shm")) + jobs(__name__, ON_GLOO, (3, "gloo")))
 def test_replicate(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)

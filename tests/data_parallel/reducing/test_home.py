@@ -19,8 +19,7 @@ from imece.data_parallel.reducing.home import Home
 from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.reducing.line import Line
 from imece.data_parallel.sharding.freed import free
-from tests.data_parallel.checks import Check, Job, jobs, passed
-from tests.data_parallel.test_replicate import (
+from tests.data_parallel.branches import (
     SMALL_MB,
     Branches,
     double,
@@ -31,6 +30,7 @@ from tests.data_parallel.test_replicate import (
     total,
     wrap,
 )
+from tests.data_parallel.checks import Check, Job, jobs, passed
 
 CPU = torch.device("cpu")
 
