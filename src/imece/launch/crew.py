@@ -1,8 +1,8 @@
-"""The processes of a job's ranks: started, heard, waited for, and none of them left.
+"""The processes of a job's ranks: started, heard, waited for, and none of them left behind.
 
-One selector waits for their output, for who reads ours, for their ends (pidfds) and signals: no threads, no
-lost lines, and no reader that holds up the rest. A dead rank is reaped last: until then its process group,
-and with it what it started, can be killed by number.
+One selector waits for their output, for readers of our own output, for their ends (pidfds) and for signals:
+there are no threads, no lost lines, and no reader that holds up the rest. A dead rank is reaped last: until
+then its process group, and so whatever it started, can be killed by number.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from imece.open_files import allow_open_files
 
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
 _LONGEST_S = 60.0
-_GROUP_S = 0.05  # how often to look whether the last of a group has ended, whose leader has
-_SAME_SIGNAL_S = 1.0  # within which those that come are one: `timeout` and systemd send theirs twice at least
+_GROUP_S = 0.05  # how often to look whether a group whose leader has ended is empty
+_SAME_SIGNAL_S = 1.0  # signals within this time are one: `timeout` and systemd send theirs twice at least
 _TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
 
 
@@ -42,36 +42,35 @@ class Process:
     popen: subprocess.Popen[bytes]
     pidfd: int
     outputs: tuple[RankOutput, RankOutput]  # stdout, stderr
-    record: int  # the descriptor of what it notes of itself
-    lifeline: int  # of the pipe with whose closing all of its group dies, at the latest with this process
-    may_wrap: bool  # it is no Python of ours: the training may be another process, which it has started
+    record: int  # the descriptor of its record (membership/where.py)
+    lifeline: int  # of the pipe whose closing kills its whole group, at the latest when this process ends
+    may_wrap: bool  # no Python of ours: the training may be another process, which it has started
     ends_together: bool = False  # all of its group were asked to end, and have the same time for it
 
     @property
     def pid(self) -> int:
-        """Its process id, and its process group's."""
+        """Its process id, which is also its process group's."""
         return self.popen.pid
 
     @property
     def where(self) -> str:
-        """In which phase of which step it is, or was; "" if it has not said so."""
+        """The phase and step in which it is, or was; "" if it has noted none."""
         return read_record(self.record)
 
 
 class Crew:
-    """All of them. Leaving its block kills, drains and reaps whatever is left."""
+    """All processes of ranks. Leaving its block kills, drains and reaps whatever is left."""
 
     def __init__(self, logs: Path | None) -> None:
-        """`logs`: a folder, in which each rank's output is kept too. UserError if it cannot be made, or
-        nothing may be written in it."""
+        """logs: a folder that also gets each rank's output. UserError if it cannot be made or written."""
         allow_open_files()
         self.living: dict[int, Process] = {}
         self.ended: dict[int, Process] = {}
-        """Not reaped yet."""
+        """Members that have ended and are not reaped yet."""
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector, logs, lambda: self._heard(signal.SIGPIPE))
-        self._signalled_s: float | None = None  # when a signal came first, or a reader of ours went
-        self._leaderless: list[Process] = []  # among the living
+        self._signalled_s: float | None = None  # when the first signal came, or a reader of our output went
+        self._leaderless: list[Process] = []  # processes whose group leader has ended; part of the living
         self._news: list[int] = []
         self._signals: list[int] = []
         self._handlers = contextlib.ExitStack()
@@ -119,8 +118,9 @@ class Crew:
         direct: bool,
         listens: bool = False,
     ) -> Process:
-        """Start one rank, the leader of its own process group. direct: it has this process' own output.
-        listens: signals that end it wait until it does (train/stopping.py).
+        """Start one rank, as the leader of its own process group. direct: it writes to this process' own
+        output.
+        listens: signals that end it wait until the rank listens for them (train/stopping.py).
 
         Raises OSError, ValueError or subprocess.SubprocessError.
         """
@@ -168,9 +168,9 @@ class Crew:
         return process
 
     def wait(self, until: float) -> tuple[list[int], list[int]]:
-        """(Members that have ended, signals that came), up to the monotonic time `until` or the first of
-        them; output is passed on meanwhile. A reader of ours that has gone is told as SIGPIPE, if it is the
-        first. Those that come within a second of the first are not told: they are no second wish."""
+        """(members that have ended, signals that came), up to the monotonic time `until` or the first of
+        them; output is passed on meanwhile. If the first event is that a reader of our output has gone, it
+        counts as SIGPIPE. Signals within a second of the first are left out: they are no second wish."""
         self._look(until)
         if self._news:
             together = time.monotonic() + _TOGETHER_S
@@ -181,10 +181,10 @@ class Crew:
         return news, signals
 
     def signal(self, member: int, number: int, pid: int | None) -> None:
-        """Send a signal to one living rank. pid: which of its processes that is, if it is known.
+        """Send a signal to one living rank. pid: its process, if that is known.
 
-        What a rank has started, a loader's workers say, is the rank's own to end. But all that a wrapper has
-        started gets the signal with it, and the rank lives until the last of them has ended or is killed.
+        A rank itself ends what it has started, such as a loader's workers. But everything that a wrapper has
+        started gets the signal too, and the rank lives until the last of them has ended or is killed.
         """
         process = self.living[member]
         if process.may_wrap and pid is None:
@@ -195,13 +195,13 @@ class Crew:
                 os.kill(pid or process.pid, number)
 
     def kill(self, member: int) -> None:
-        """SIGKILL to it and to all it has started."""
+        """SIGKILL to a rank and everything it has started."""
         process = self.living.get(member) or self.ended[member]
         process.ends_together = False
         kill_group(process.pid)
 
     def reap(self, member: int) -> None:
-        """Forget one that has ended, after its last output."""
+        """Forget a rank that has ended, after its last output."""
         process = self.ended.pop(member)
         kill_group(process.pid)
         self._relay.take_rest(process.outputs)
@@ -209,7 +209,7 @@ class Crew:
         _let_go(process)
 
     def say(self, line: str) -> None:
-        """One line of our own, after what ranks have printed there."""
+        """Print one line of the launcher's, after what ranks have printed there."""
         self._relay.say(line)
 
     def show_failure(self, output: RankOutput) -> None:
@@ -226,7 +226,7 @@ class Crew:
                 self._leaderless.append(key.data)
             elif key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
-                # The bytes tell of all signals that have a handler in Python.
+                # The bytes stand for all signals that have a handler in Python.
                 for number in key.fileobj.recv(64):
                     if number in ENDING:
                         self._heard(number)
@@ -248,11 +248,11 @@ class Crew:
         if self._signalled_s is None:
             self._signalled_s = now
         elif number == signal.SIGPIPE or now < self._signalled_s + _SAME_SIGNAL_S:
-            return  # `tee` goes by the same Ctrl-C, which is seen when a rank says that it has saved
+            return  # `tee` ends at the same Ctrl-C; that is seen when a rank says that it has saved
         self._signals.append(number)
 
     def _pass_on_rest(self) -> None:
-        """What a slow reader has not taken yet; not for long if a signal has ended the job."""
+        """Pass on what a slow reader has not taken yet; only briefly if a signal has ended the job."""
         deadline = None
         while self._relay.waits:
             now = time.monotonic()

@@ -1,4 +1,5 @@
-"""`imece drill`: faults at random instants in the ranks of a running job; its words are drill_record's."""
+"""`imece drill`: faults at random instants in the ranks of a running job. drill_record.py defines the
+words."""
 
 from __future__ import annotations
 
@@ -13,27 +14,27 @@ from imece.launch.view import Watched
 from imece.membership.roster import Generation
 
 _POLL_S = 0.02
-_CALM_S = 3.0  # at least so long, and ...
-_CALM_STEPS = 5  # so many steps, before the first fault
-_PATIENCE_S = 30.0  # beyond which the next fault does not wait for the world to be full
+_CALM_S = 3.0  # at least this long, and ...
+_CALM_STEPS = 5  # this many steps, before the first fault
+_PATIENCE_S = 30.0  # after this, the next fault does not wait for the world to be full
 _SPREAD = 0.5  # of the time between two faults, up and down
 
 SIGNALS = {name: signal.Signals[f"SIG{name}"] for name in ("KILL", "STOP", "SEGV")}
 
 
 class Drill:
-    """Its `watch` goes into `launch`; then its record is whole, but for the status and what is left."""
+    """Pass its `watch` to `launch`; afterwards its record lacks only the status and what is left behind."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self.record = Record(plan)
         self.gave_up = False
-        """Whether it has ended the run, as not all ranks were resilient in time."""
+        """Whether it has ended the run because not all ranks were resilient in time."""
         self._plan, self._say = plan, say
         self._random = random.Random(plan.seed)
         self._began = 0.0
 
     def watch(self, view: Watched) -> None:
-        """In a thread of the launcher: wait for all ranks, then one fault after another."""
+        """In a thread of the launcher: wait for all ranks, then inject one fault after another."""
         plan = self._plan
         if not self._wait_for_all(view):
             return
@@ -57,14 +58,14 @@ class Drill:
 
     @property
     def _now(self) -> float:
-        """Seconds since all were resilient."""
+        """Seconds since all ranks were resilient."""
         return time.monotonic() - self._began
 
     def _pause(self) -> float:
         return self._plan.every_s * self._random.uniform(1 - _SPREAD, 1 + _SPREAD)
 
     def _wait_for_all(self, view: Watched) -> bool:
-        """Until all ranks are resilient; False, and the run's end, if that does not come."""
+        """Wait until all ranks are resilient. False, after ending the run, if that takes too long."""
         until = time.monotonic() + self._plan.start_s
         while not view.over.wait(_POLL_S):
             if self._full(view) is not None:
@@ -84,14 +85,14 @@ class Drill:
         return newest if full and set(newest.members) <= view.living().keys() else None
 
     def _is_calm(self, view: Watched) -> bool:
-        """Whether nothing of the last fault is left, and enough is known of the run without any."""
+        """Whether nothing of the last fault is left, and enough of the run without faults has been seen."""
         if any(fault.is_open for fault in self.record.faults) or self._full(view) is None:
             return False
         seen = self.record.seen
         return len(seen) > 1 and seen[-1][1] - seen[0][1] >= _CALM_STEPS
 
     def _inject(self, view: Watched) -> bool:
-        """One fault, in members that live; False if too few do, or one of them no longer goes on."""
+        """Inject one fault, in living members; False if too few live, or one of them no longer goes on."""
         newest = view.roster.generation(view.roster.newest())
         places = {member: at for member, at in view.living().items() if member in newest.members}
         if len(places) <= self._plan.together or not view.roster.all_resilient(places):
@@ -108,7 +109,7 @@ class Drill:
         return True
 
     def _observe(self, view: Watched) -> None:
-        """How far the members are, and what became of faults."""
+        """Note how far the members are, and the outcome of faults."""
         newest = view.roster.newest()
         beats = [view.roster.beat(member) for member in view.roster.generation(newest).members]
         steps = max((beat[1] for beat in beats if beat is not None), default=None)

@@ -1,4 +1,4 @@
-"""A fault drill's plan, what became of each fault, and what follows from all of them (pure).
+"""A fault drill's plan, the outcome of each fault, and what follows from all of them (pure).
 
 fault     a signal to one member of the newest generation, or to several at once
 fired     each of these ended by that signal, or was evicted for its silence
@@ -23,7 +23,7 @@ _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Plan:
-    """Which faults."""
+    """Which faults to inject."""
 
     ranks: int
     kills: int = 5
@@ -38,13 +38,13 @@ class Plan:
 
 @dataclass
 class Fault:
-    """One of them, and what became of it."""
+    """One fault, and its outcome."""
 
     time_s: float
-    """Since all ranks were resilient."""
+    """Seconds since all ranks were resilient."""
     generation: int
     step: int | None
-    """Finished ones, as the members had last said."""
+    """Finished steps, as the members had last said."""
     ranks: list[int]
     """By their places on the host."""
     pids: list[int]
@@ -53,60 +53,61 @@ class Fault:
     """None: not known yet."""
     survived: bool | None = None
     recovery_s: float | None = None
-    """None too where the steps were over before any survivor could make another."""
+    """Also None if the steps were over before any survivor could make another."""
     again: int = 0
-    """Steps that were finished before and had to be made once more."""
+    """Finished steps that had to be made again."""
     where: list[str] = field(default_factory=list)
-    """In which phase of which step each was, as "in backward of step 41"; "" if it had not noted that."""
+    """The phase and step of each, such as "in backward of step 41"; "" if it had noted none."""
     hosts: list[int | None] = field(default_factory=list)
-    """Of each, if there are several."""
+    """The host of each, if there are several."""
 
     @property
     def is_open(self) -> bool:
-        """Whether something is still to be learned."""
+        """Whether something about it is still unknown."""
         return self.fired is None or self.survived is None
 
 
 @dataclass
 class Record:
-    """All of a drill."""
+    """Everything about a drill."""
 
     plan: Plan
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[float, int]] = field(default_factory=list)
-    """At each change: (seconds since all ranks were resilient, finished steps of whoever is furthest)."""
+    """At each change: (seconds since all ranks were resilient, finished steps of the rank that is
+    furthest)."""
     resilient: bool = False
-    """Whether all ranks once were."""
+    """Whether all ranks were resilient at some time."""
     status: int | None = None
-    """The script's."""
+    """The script's exit status."""
     left: list[str] = field(default_factory=list)
     """Processes, and files in /dev/shm, that outlived it."""
 
     @property
     def recoveries(self) -> list[float]:
-        """Seconds of each that was survived."""
+        """Recovery times in seconds of the faults that were survived."""
         return [fault.recovery_s for fault in self.faults if fault.survived and fault.recovery_s is not None]
 
     @property
     def fired(self) -> int:
-        """How many did."""
+        """How many faults fired."""
         return sum(fault.fired is True for fault in self.faults)
 
     @property
     def survived(self) -> int:
-        """How many were."""
+        """How many faults were survived."""
         return sum(fault.fired is True and fault.survived is True for fault in self.faults)
 
     @property
     def passed(self) -> bool:
-        """Whether there were as many faults as planned, all fired, all survived, the script ended well."""
+        """Whether there were as many faults as planned, all fired and survived, and the script ended well."""
         return (
             self.status == 0 and self.fired == self.survived == self.plan.kills == len(self.faults)
         ) and not self.left
 
     @property
     def calm_steps_per_s(self) -> float | None:
-        """Of the undisturbed run before the first fault; None if that was too short to tell."""
+        """Speed of the undisturbed run before the first fault; None if that was too short to tell."""
         until = self.faults[0].time_s if self.faults else float("inf")
         calm = [(at, steps) for at, steps in self.seen if at <= until]
         if len(calm) < 2 or calm[-1][1] <= calm[0][1]:
@@ -115,7 +116,7 @@ class Record:
 
     @property
     def hit_steps_per_s(self) -> float | None:
-        """From the first fault until a while after the last one; None if there was none."""
+        """Speed from the first fault until a while after the last one; None if there was no fault."""
         if not self.faults or not self.seen:
             return None
         begin, last = self.faults[0].time_s, self.faults[-1]
@@ -124,7 +125,7 @@ class Record:
 
     @property
     def goodput(self) -> float | None:
-        """The latter by the former: the share of an undisturbed run's steps that were made."""
+        """The disturbed speed divided by the undisturbed one: the share of steps that were still made."""
         calm, hit = self.calm_steps_per_s, self.hit_steps_per_s
         return hit / calm if calm and hit is not None else None
 
@@ -144,7 +145,7 @@ class Record:
         }
 
     def _steps_at(self, time_s: float) -> float:
-        """Finished steps, as if they came evenly between two times at which they were seen."""
+        """Finished steps, interpolated between two times at which they were seen."""
         for (before, less), (after, more) in pairwise(self.seen):
             if before <= time_s <= after:
                 return less + (more - less) * (time_s - before) / (after - before)
@@ -152,7 +153,7 @@ class Record:
 
 
 def hit(fault: Fault) -> str:
-    """Who, and where that rank was: "rank 2 (host 1, pid 4711) in backward of step 41"."""
+    """Whom it hit, and where that rank was: "rank 2 (host 1, pid 4711) in backward of step 41"."""
     count = len(fault.ranks)
     hosts, where = fault.hosts or [None] * count, fault.where or [""] * count
     names = [name_of(*each) for each in zip(fault.ranks, fault.pids, hosts, strict=True)]
@@ -162,7 +163,7 @@ def hit(fault: Fault) -> str:
 
 
 def outcome(fault: Fault) -> str:
-    """What became of it, in words."""
+    """The outcome of a fault, in words."""
     if not fault.fired:
         return "did not fire: the process ended in another way"
     if not fault.survived:
@@ -178,7 +179,7 @@ def steps_again(count: int) -> str:
 
 
 def lines(record: Record) -> list[str]:
-    """The end of a drill."""
+    """The lines that end a drill."""
     plan, recoveries = record.plan, record.recoveries
     missing = plan.kills - len(record.faults)
     shown = [

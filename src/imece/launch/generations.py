@@ -2,12 +2,12 @@
 
 Pure: ends, readiness, finished steps and times come in, verdicts go out. No processes, no store, no clock.
 
-    slot      a place for a rank, counted over all hosts: the number by which a person knows it
+    slot      a place for a rank, counted over all hosts: the number by which people know the rank
     member    the process in a slot, by a number that is never used again (membership/roster.py)
     veteran   a member of the newest generation that has finished a step since it was taken in
     died      ended by a signal or left early, and has reported no exception of its own
-    leaving   a member that the others are to do without from the next generation on, since its host goes
-    left      one that has said that it is gone: nobody waits for it, however long its process takes to end
+    leaving   a member that will not be in the next generation, since its host leaves
+    left      a member that has said that it is gone: nobody waits for its process to end
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from imece.launch.processes import Ending, first_cause
 from imece.listing import some
 from imece.membership.roster import Generation
 
-BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
-_BURST_S = 1.0  # ranks that die within it die of the same thing, if all of them ran before it
-_LOOP = 3  # deaths in a row without a finished step between them
+BLAME_S = 1.0  # how long a rank that lost its peer waits for the launcher to see that peer's end
+_BURST_S = 1.0  # ranks that die within this time die of the same cause, if all of them ran before it
+_LOOP = 3  # deaths in a row without a finished step in between
 _BACK_OFF_S = (0.0, 1.0, 2.0)
 _TRIES = 10  # replacements in one slot, in a row, that die before they have joined: about four minutes
-_LONGEST_BACK_OFF_S = 60.0  # before another one of them starts; at first 1 s, then twice as long each time
+_LONGEST_BACK_OFF_S = 60.0  # before the next of these starts; at first 1 s, then twice as long each time
 _LATE_S = 5.0
-_NAMED = 3  # of those that say the same
+_NAMED = 3  # most ranks to name that say the same
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the person who started the run asks for."""
+    """The limits that the person who started the run has set."""
 
     ranks: int
-    """On all hosts together."""
+    """Ranks on all hosts together."""
     min_ranks: int = 1
-    """With fewer the run does not go on."""
+    """With fewer ranks the run does not go on."""
     max_restarts: int | None = None
-    """Replacements, or starts of all ranks again, in all. None: as long as steps are finished."""
+    """Replacements, or restarts of all ranks, in total. None: no limit as long as steps are finished."""
     restart: bool = False
     """Start all ranks again when one has died and the others do not go on without it."""
     exceptions: bool = False
-    """... also when it has failed in another way, unless that is a user's mistake (exit status 2)."""
+    """... also if it has failed in another way, unless by a user's mistake (exit status 2)."""
 
 
 @dataclass(frozen=True)
 class GoOn:
-    """The others go on in `generation` (None: in the one they are in), and `slots` are filled at `at_s`."""
+    """The others go on in `generation` (None: in their present one), and `slots` are filled at `at_s`."""
 
     generation: Generation | None
     slots: tuple[int, ...]
     at_s: float
     said: str
-    """For a person; "" for nothing."""
+    """A line for people; "" for none."""
 
 
 @dataclass(frozen=True)
 class StartAgain:
-    """All others are to be ended, and then, not before `at_s`, all ranks start again."""
+    """End all others; then, not before `at_s`, start all ranks again."""
 
     at_s: float
     said: str
@@ -66,7 +66,7 @@ class StartAgain:
 
 @dataclass(frozen=True)
 class End:
-    """The run is over because of `endings`. `why`: what to add to the cause."""
+    """The run is over because of `endings`. why: what to add to the cause."""
 
     endings: tuple[Ending, ...]
     why: str = ""
@@ -76,43 +76,43 @@ Verdict = GoOn | StartAgain | End
 
 
 class Generations:
-    """The members of a job, and what becomes of them."""
+    """The members of a job, and the verdicts about them."""
 
     def __init__(self, limits: Limits) -> None:
         self.newest = Generation(-1, ())
         self.slots: dict[int, int] = {}
-        """The slot of each member that lives."""
+        """The slot of each living member."""
         self.joining: list[int] = []
-        """Those that live and are in no generation yet."""
+        """Living members that are in no generation yet."""
         self.starts = 0
         """How often a replacement was started, or all ranks again: torchrun's restart count."""
         self.stopping = False
         """Whether all have been asked to end: they may need each other for that, but nobody is replaced."""
         self.blame_at: float | None = None
-        """When `overdue` is to be asked."""
+        """When to call `overdue`."""
         self.places: Sequence[int] = range(limits.ranks)
-        """The slots in which there may be members: fewer than all while a host is away."""
+        """The slots that may have members: fewer than all while a host is away."""
         self.leaving: set[int] = set()
         self.left: set[int] = set()
-        """Of those that live, and in no generation any more."""
+        """Living members that have left, and are in no generation any more."""
         self._limits = limits
-        self._members = 0  # numbers that have been used
-        self._failed: dict[int, Ending] = {}  # ends on which there is no verdict yet
+        self._members = 0  # numbers used so far
+        self._failed: dict[int, Ending] = {}  # ends without a verdict yet
         self._finished = False  # whether a rank has done all its work
         self._no_veteran_since: float | None = None
         self._started_s: dict[int, float] = {}
-        self._newcomers: dict[int, int] = {}  # finished steps of those taken in, as of then
+        self._newcomers: dict[int, int] = {}  # steps that newcomers had finished when they were taken in
         self._deaths = 0  # in a row
-        self._counted_s = 0.0  # when the last of them was
+        self._counted_s = 0.0  # when the last death was counted
         self._steps_then: int | None = None
-        self._steps: int | None = None  # finished ones, of the member that is furthest
-        self._never_joined: dict[int, int] = {}  # by slot, in a row: deaths of members before they joined
-        self._to_leave: set[int] = set()  # once those have left that are leaving
-        self._said: dict[int, int] = {}  # finished ones, as members that live last said
+        self._steps: int | None = None  # finished steps of the member that is furthest
+        self._never_joined: dict[int, int] = {}  # by slot: deaths in a row of members before they joined
+        self._to_leave: set[int] = set()  # members that leave once the present leavers have left
+        self._said: dict[int, int] = {}  # finished steps, as living members last said
         self._renewals: tuple[int, int | None] = 0, None  # in a row, and the finished steps as of then
 
     def start_all(self, now: float) -> Generation:
-        """All slots have new members, which form a generation of their own."""
+        """New members in all slots, as a generation of their own."""
         members = tuple(self._new_member(slot, now) for slot in self.places)
         self.newest = Generation(self.newest.number + 1, members)
         self.joining, self._newcomers, self.leaving, self.left = [], {}, set(), set()
@@ -128,10 +128,10 @@ class Generations:
         return member
 
     def note_steps(self, steps: Mapping[int, int]) -> None:
-        """How many steps members have finished, of those that say so."""
+        """Note finished steps, of the members that report them."""
         back = [count for member, count in steps.items() if count < self._said.get(member, count)]
         self._said |= steps
-        if back:  # at a checkpoint: what they finish from there on is new
+        if back:  # at a checkpoint: steps finished from there on are new
             self._steps = self._steps_then = max(back)
         self._steps = max([*steps.values(), *([] if self._steps is None else [self._steps])], default=None)
         if self._steps_then is None:
@@ -143,8 +143,8 @@ class Generations:
     def take_in(
         self, ready: Collection[int], steps: Mapping[int, int], go_on: Callable[[Sequence[int]], bool]
     ) -> Generation | None:
-        """The next generation, with those who are `ready` to join; None if there is nothing to change, or
-        others would not come: their steps are over, or have not begun."""
+        """The next generation, with those who are `ready` to join. None if nothing changes, or if the others
+        would not come: their steps are over, or have not begun."""
         ready = [member for member in self.joining if member in ready]
         if not ready or self._failed or self.is_ending or self.leaving or not self.all_go_on(go_on):
             return None
@@ -161,8 +161,8 @@ class Generations:
         return self.newest
 
     def renew_for(self, lost: Sequence[str], go_on: Callable[[Sequence[int]], bool]) -> Generation | None:
-        """The same for members (in words) that have lost others though nobody has ended; None if it would not
-        help: if others would not come, or not one step was finished since the last few times."""
+        """The same for members (in words) that have lost others though nobody has ended. None if it would not
+        help: if others would not come, or no step was finished since the last few times."""
         if not lost or self._failed or self.is_ending or self.leaving or not self.all_go_on(go_on):
             return None
         count = self._renewals[0] if self._renewals[1] == self._steps else 0
@@ -173,24 +173,25 @@ class Generations:
         return self.renew((f"{who} lost the connection to others, though no rank has ended",))
 
     def is_last(self, closed: Collection[int]) -> bool:
-        """Whether no generation follows the newest one unless somebody dies: some members have finished,
-        or leave the job though nobody has asked them to (`closed`)."""
+        """Whether no generation follows the newest one unless somebody dies: some members have finished, or
+        leave (`closed`) though nobody has asked them to."""
         return not self.leaving and (self._finished or not self.left.issuperset(closed))
 
     @property
     def is_ending(self) -> bool:
-        """Whether nobody new is of use: ranks finish their work, or have been asked to end."""
+        """Whether newcomers are of no use: ranks finish their work, or have been asked to end."""
         return self._finished or self.stopping
 
     def all_go_on(self, go_on: Callable[[Sequence[int]], bool]) -> bool:
-        """Whoever was taken in once is one that goes on, though it may not have come to say so."""
+        """Whether all of them go on. A member that was taken in once counts, even if it has not said so
+        yet."""
         return go_on(self._veterans() or self._living())
 
     def leave(self, members: Collection[int]) -> Generation | None:
-        """The generation in which these are to leave in order; None if too few would be left.
+        """The generation in which these members leave in order; None if too few would stay.
 
-        As long as others leave it is the newest one: these follow when those are gone, for in a generation
-        that comes before, they would wait for some that have left already.
+        While others are leaving, that is the newest one; these follow when the others are gone: in a
+        generation before that they would wait for members that have left already.
         """
         asked = {member for member in members if member in self.newest.members}
         going = self.leaving | self._to_leave | asked
@@ -204,9 +205,9 @@ class Generations:
         return self.newest
 
     def closed(self, members: Collection[int], now: float) -> GoOn | None:
-        """These have told that they leave in order: all that the others need of them is done.
+        """These have told that they leave in order: the others need nothing more from them.
 
-        What their processes still do, and how these end, is nothing to the others any more.
+        Whatever their processes still do, and however they end, does not concern the others any more.
         """
         told = self.leaving & set(members)
         self.leaving -= told
@@ -216,7 +217,7 @@ class Generations:
     def judge(
         self, endings: Mapping[int, Ending], go_on: Callable[[Sequence[int]], bool], now: float
     ) -> Verdict | None:
-        """What follows from these ends, which were seen together; None if nothing, or nothing yet.
+        """The verdict on these ends, which were seen together; None if nothing follows, or nothing yet.
 
         go_on: whether all of some members would go on without the others.
         """
@@ -242,13 +243,13 @@ class Generations:
             return self._after_death(go_on, now)
         if self.stopping:
             return None
-        if not self.slots:  # no end is to be seen any more
+        if not self.slots:  # no end will be seen any more
             return self.overdue(go_on, now)
         self.blame_at = self.blame_at or now + BLAME_S
         return None
 
     def remove(self, member: int) -> None:
-        """It has ended, and nothing follows from that."""
+        """A member has ended, and nothing follows from that."""
         del self.slots[member]
         self._newcomers.pop(member, None)
         self._said.pop(member, None)
@@ -257,7 +258,7 @@ class Generations:
             self.joining.remove(member)
 
     def overdue(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict:
-        """Ranks have lost a peer, and no rank has ended for another reason: it will not be seen any more."""
+        """Ranks have lost a peer, and no rank has ended for another reason; none will be seen to any more."""
         self.blame_at = None
         return self._after_failure(go_on, now)
 
@@ -284,7 +285,8 @@ class Generations:
                 return None
             too_few = f"; fewer than --min-ranks {least} were left" if living and all_go_on else ""
             return self._start_again(now, too_few) if self._limits.restart else self._end(too_few)
-        # One that had not joined holds up nobody's steps: it is no sign that the others are in a loop.
+        # A member that had not joined holds up nobody's steps: its death is no sign that the others are in a
+        # loop.
         joined = [member for member in self._failed if member in self.newest.members]
         if joined and not self.stopping and self._is_loop(now):
             return self._end(f", the {_LOOP}rd time in a row that ranks died without finishing a step")
@@ -296,7 +298,8 @@ class Generations:
         again = [ending for ending in lost.values() if ending.rank not in given_up]
         slots = () if self.stopping or self._finished else self._replaced(again)
         at_s = now + wait_s
-        # The others need a generation without those whom our own signal has killed; a person does not.
+        # The others need a generation without those that our own signal has killed; people need no line about
+        # them.
         deaths = [ending.describe() for ending in lost.values() if not ending.by_our_signal]
         row = f", the {_TRIES}th in a row that died before it had joined" if given_up else ""
         follows = f"{row}; {_ranks(len(living))} on{_replacements(len(slots), wait_s)}"
@@ -308,7 +311,7 @@ class Generations:
         return GoOn(self.newest, slots, at_s, said)
 
     def _after_leaving(self, now: float) -> GoOn | None:
-        """All that were to leave have left. The others wait for that, also when they are asked to end."""
+        """All leavers have left. The others wait for that, even when they are asked to end."""
         living = self._living()
         if not living:
             return None
@@ -325,7 +328,7 @@ class Generations:
         return Generation(self.newest.number + 1, members, lost, leaving)
 
     def _start_again(self, now: float, why: str = "") -> Verdict:
-        """why: in words, why nobody goes on, if that is to be said."""
+        """why: in words, why nobody goes on, if that is to be printed."""
         if self._is_loop(now):
             return self._end(f", the {_LOOP}rd time in a row that ranks ended without finishing a step")
         cause = first_cause(list(self._failed.values()))
@@ -366,7 +369,8 @@ class Generations:
         return known and self._deaths >= _LOOP
 
     def _after_not_joining(self, slots: Iterable[int]) -> tuple[float, set[int]]:
-        """Members have died there that had not joined: how long to wait now, and which slots stay empty."""
+        """Members that had not joined have died in these slots: how long to wait now, and which slots stay
+        empty."""
         wait_s, given_up = 0.0, set()
         for slot in slots:
             count = self._never_joined.pop(slot, 0) + 1

@@ -1,6 +1,6 @@
-"""One host's hands: it starts ranks, signals and kills them, and sees how they are.
+"""One host's hands: starts ranks, signals and kills them, and sees how they are.
 
-What follows from that is the job's (job.py): here, or in the launcher of another host, which asks by message.
+job.py decides what follows: here, or in the launcher of another host, which asks by message.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from imece.launch.view import View, hit, known_pid
 from imece.membership.roster import Generation, Roster, forget_meetings
 from imece.store import listen_here, serve
 
-if TYPE_CHECKING:  # torch is imported beside a running job: that may take many seconds
+if TYPE_CHECKING:  # torch is imported while a job runs: that may take many seconds
     import torch.distributed as dist
 
-_SERVED_S = 0.05  # how often to look whether it is
-_STACKS_S = 0.5  # for a silent rank to show where it is
+_SERVED_S = 0.05  # how often to look whether the store is served
+_STACKS_S = 0.5  # for a silent rank to print where it is
 _NEVER = float("inf")
 _GENERATIONS = 3  # so many follow each other within a moment at most
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be run on a host, and how: see launch/local.py."""
+    """What to run on a host, and how: see launch/local.py."""
 
     command: Sequence[str]
     direct: bool
@@ -52,14 +52,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Start:
-    """A member that is to be started."""
+    """A member to be started."""
 
     member: int
     slot: int
     rank: int
     world_size: int
     joining: bool
-    """Whether it takes a place later on; it is a world of its own until then, whatever its rank says."""
+    """Whether it takes a place later on; until then it is a world of its own, whatever its rank says."""
     starts: int
     """torchrun's restart count."""
 
@@ -73,7 +73,7 @@ class CannotStart(Exception):
 
 
 class Hands(Protocol):
-    """What a job needs of a host: to do something there, and to know what its members say."""
+    """What a job needs of a host: actions there, and what its members say."""
 
     def start(self, starts: Sequence[Start]) -> None: ...
     def publish(self, generation: Generation) -> None: ...
@@ -102,22 +102,22 @@ class Host:
         environment: Callable[[Start, Host], Mapping[str, str]],
         number: int | None = None,
     ) -> None:
-        """`crew` is open. environment: of a member's process here. number: of this host, if there are
+        """crew: open. environment: makes that of a member's process here. number: of this host, if there are
         several."""
         self.crew = crew
         self.number = number
         self.endings: dict[int, Ending] = {}
-        """Of all members so far."""
+        """Endings of all members so far."""
         self._order = order
         self._environment = environment
         self._listener = listen_here()
         self.port: int = self._listener.getsockname()[1]
-        """Of the store in which this host's ranks and launcher meet, on loopback."""
+        """The loopback port of the store in which this host's ranks and launcher meet."""
         self.meeting_port = self.port
-        """Of the store in which ranks meet each other: another one once all have started again."""
+        """The port of the store in which ranks meet each other: a new one once all have started again."""
         self._meeting: dist.Store | None = None
         self._serving: Future[dist.Store] | None = None
-        self._unserved: _Unserved | None = _Unserved()  # the store, as long as it is not served
+        self._unserved: _Unserved | None = _Unserved()  # stands for the store while that is not served
         self._store = cast("dist.Store", self._unserved)
         self._roster = Roster(self._store)
         self._newest: deque[int] = deque(maxlen=_GENERATIONS)
@@ -125,20 +125,20 @@ class Host:
         self._silence = Silence(order.silent_s)
         self._look_at = 0.0
         self._over_since = _NEVER  # when its ranks were first asked to end
-        self._sent: dict[int, set[int]] = {}  # to members that were to end: which signals
+        self._sent: dict[int, set[int]] = {}  # signals sent to members that should end
         self._evicted: set[int] = set()
         self._kill_at: dict[int, float] = {}
 
     @property
     def store(self) -> dist.Store:
-        """In which this host's ranks and launcher meet. Waits until it is served."""
+        """The store in which this host's ranks and launcher meet. Waits until it is served."""
         self._serve(wait=True)
         return self._store
 
     def _serve(self, *, wait: bool = False) -> None:
-        """Begin to serve the store in a thread, which imports torch; and once that is done, speak in it.
+        """Begin to serve the store in a thread, which imports torch; once that is done, use it.
 
-        Ranks that come earlier wait. wait: until it is done.
+        Ranks that come earlier wait. wait: until it is served.
         """
         if self._unserved is None:
             return
@@ -156,8 +156,8 @@ class Host:
         return hit(self.crew, member, number, self._store)
 
     def went_on(self, member: int) -> list[tuple[int, float, int]]:
-        """Of the newest generations: the number, when a member finished its first step in it, and how many it
-        had to make again."""
+        """For the newest generations: the number, when a member finished its first step in it, and how many
+        steps it had to make again."""
         for number in self._newest:
             known = self._gone_on.setdefault(member, {})
             if number not in known and (found := self._roster.went_on(member, number)) is not None:
@@ -165,17 +165,17 @@ class Host:
         return [(number, *found) for number, found in self._gone_on.get(member, {}).items()][-_GENERATIONS:]
 
     def view(self) -> View:
-        """For a thread beside this one."""
-        self._serve(wait=True)  # before somebody else in this process asks it
+        """A view for another thread."""
+        self._serve(wait=True)  # before another thread asks it
         return View(self.port, self.crew, self.endings)
 
-    # What a job asks for.
+    # Called by a job.
 
     def start(self, starts: Sequence[Start]) -> None:
-        """Start them. Raises CannotStart at the first that cannot be."""
+        """Start these members. Raises CannotStart at the first that cannot be started."""
         for each in starts:
             environ = self._environment(each, self)
-            # Only the first of all: a person who looks on wants to know that it is another process now.
+            # Only the very first: people who watch should see that a replacement is another process.
             direct = self._order.direct and each.member == 0
             command, listens = self._order.command, self._order.direct
             try:
@@ -190,11 +190,11 @@ class Host:
         forget_meetings(self._meeting or self._store, self._newest[0])
 
     def publish_last(self, generation: int) -> None:
-        """Tell its ranks that none follows that one as long as nobody dies."""
+        """Tell its ranks that no generation follows this one as long as nobody dies."""
         self._roster.say_last(generation)
 
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
-        """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
+        """Send them a signal, and after `grace_s` SIGKILL to them and everything they started."""
         now = time.monotonic()
         self._over_since = min(self._over_since, now)
         for member in members:
@@ -204,13 +204,13 @@ class Host:
                 self._kill_at[member] = now + grace_s
 
     def kill(self, members: Collection[int]) -> None:
-        """SIGKILL to what they started: of those that have ended too."""
+        """SIGKILL to everything they started, even if they themselves have ended."""
         for member in members:
             if member in self.crew.living or member in self.crew.ended:
                 self.crew.kill(member)
 
     def forget(self, members: Collection[int]) -> None:
-        """Reap them: they have ended, and nothing more is asked about them."""
+        """Reap members that have ended and will not be asked about again."""
         for member in members:
             if member in self.crew.ended:
                 self.crew.reap(member)
@@ -224,18 +224,18 @@ class Host:
         self._over_since = _NEVER
         self._serve()
         if self.endings and self._unserved is None:
-            # What torch's groups have left in a store, addresses too, would be found by the next ones.
+            # The next ranks would find what torch's groups have left in a store, addresses too.
             listener = listen_here()
             self.meeting_port = listener.getsockname()[1]
             self._meeting = serve(listener)
 
     def ask_for_stacks(self) -> None:
-        """Let all print where they are, if they can."""
+        """Make all ranks print where they are, if they can."""
         for member in self.crew.living:
             self._ask_for_stacks(member)
 
     def say(self, line: str) -> None:
-        """One line of the launcher's own."""
+        """Print one line of the launcher's."""
         self.crew.say(line)
 
     def all_resilient(self, members: Collection[int]) -> bool:
@@ -259,14 +259,14 @@ class Host:
         return {member: beat for member in members if (beat := self._roster.beat(member)) is not None}
 
     def name(self, member: int, slot: int) -> str:
-        """What a person knows a living member by."""
+        """The name by which people know a living member."""
         return name_of(slot, self.pid_of(member), self.number)
 
     def pid_of(self, member: int) -> int:
-        """Of the process that is a living member: the one that says so, or the one that was started here."""
+        """The process that is a living member: the one that says so, or the one that was started here."""
         return self._known_pid(member) or self.crew.living[member].pid
 
-    # What it does by itself.
+    # What the host does by itself.
 
     def next_time(self) -> float:
         """When `on_time` has something to do."""
@@ -275,7 +275,7 @@ class Host:
         return min(look_at, serve_at, *self._kill_at.values(), _NEVER)
 
     def on_time(self, now: float) -> None:
-        """Kill those whose time is over, and those that are silent; serve the store once there are ranks."""
+        """Kill members whose time is over or that are silent; serve the store once there are ranks."""
         if self.crew.living:
             self._serve()
         for member in [member for member, at in self._kill_at.items() if now >= at]:
@@ -289,16 +289,16 @@ class Host:
             self._look_for_silence({member: count for member, (count, _) in beats.items()}, now)
 
     def ended(self, members: Sequence[int], now: float) -> dict[int, Ending]:
-        """How these ended, which have just been seen to."""
+        """How these members ended, whose ends have just been seen."""
         self._serve()  # one that has come and ended meanwhile may have said something
         endings = {member: self._ending(member, now) for member in members}
         self.endings |= endings
         return endings
 
     def tell(self, outcome: Outcome) -> None:
-        """Say what became of the job, after the traceback of its cause if that was here.
+        """Print the outcome of the job, after the traceback of its cause if that was here.
 
-        Once the crew has left: nothing is printed later.
+        Call this once the crew has left: nothing may be printed later.
         """
         for member, process in self.crew.ended.items():
             ending = self.endings.get(member)
@@ -324,7 +324,7 @@ class Host:
             self._kill_at[member] = now + (_STACKS_S if shows else 0.0)
 
     def _ask_for_stacks(self, member: int) -> bool:
-        """Let it print where it is, if it can."""
+        """Make it print where it is, if it can."""
         pid = self.pid_of(member)
         if not prints_stacks(pid):
             return False
@@ -359,7 +359,7 @@ class Host:
 
 
 class _Unserved:
-    """A store as long as it is not served: what is said is kept, and no rank has said anything."""
+    """Stands for a store that is not served yet: keeps what is said to ranks; no rank has said anything."""
 
     def __init__(self) -> None:
         self.said: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """One job: its ranks on one host or several, what they say, and what follows (generations.py).
 
-It starts and ends ranks through the hands of their hosts (host.py), and is told of ends and signals. It waits
-for nothing itself: `next_time` says when `on_time` is to be called.
+It starts and ends ranks through the hands of their hosts (host.py), and is told of ends and signals. It never
+waits: `next_time` says when to call `on_time`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from imece.membership.roster import Generation
 from imece.status import Failure
 
 AFTER_FAILURE_S = 2.0  # from SIGTERM to SIGKILL once a rank has failed
-WAITED_FOR_S = 0.02  # how often to ask those that leave, and for whom all others wait, whether they are gone
+WAITED_FOR_S = 0.02  # how often to ask leavers, for whom all others wait, whether they are gone
 _JOINING_S = 0.05  # how often to ask whether a replacement is ready
 _AGAIN_S = 30.0  # after which a replacement that could not be started is tried once more
 _POLL_S = 1.0  # how often to ask how far all are
@@ -32,21 +32,21 @@ class Job:
     def __init__(
         self, limits: Limits, grace_s: float, direct: bool, hands: Mapping[int, Hands], per_host: int
     ) -> None:
-        """`hands` by the number of the host, on which `per_host` slots follow each other."""
+        """hands: by the number of the host; each host has `per_host` consecutive slots."""
         self.generations = Generations(limits)
         self.hands = dict(hands)
         self._limits, self._grace_s, self._direct, self._per_host = limits, grace_s, direct, per_host
-        self._endings: dict[int, Ending] = {}  # of those that are not forgotten yet
+        self._endings: dict[int, Ending] = {}  # of members that are not forgotten yet
         self._causes: list[Ending] = []
         self._why = ""
         self._over = False
-        self._again_at: float | None = None  # all are being ended, and start again then
+        self._again_at: float | None = None  # set while all are being ended, to start again then
         self._got_signal: int | None = None
-        self._passed_on = 0  # to how many ranks
+        self._passed_on = 0  # ranks that got a signal
         self._signalled_where = ""
-        self._killed: set[int] = set()  # after a signal, for they had not ended in time
+        self._killed: set[int] = set()  # killed after a signal, as they had not ended in time
         self._asked_to_end: set[int] = set()
-        self._let_go: set[int] = set()  # those whom nobody needs any more
+        self._let_go: set[int] = set()  # members that nobody needs any more
         self._replacements: list[tuple[float, int]] = []  # when, slot
         self._poll_at = 0.0
         self._last = -1  # the generation that was last said to be the last
@@ -58,11 +58,11 @@ class Job:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nobody is being ended."""
+        """Whether no member is being ended."""
         return not self._over and self._again_at is None and self._got_signal is None
 
     def start(self) -> None:
-        """Start all ranks, as members of a new generation. UserError if one cannot be."""
+        """Start all ranks, as members of a new generation. UserError if one cannot be started."""
         generation = self.generations.start_all(time.monotonic())
         self._publish(generation)
         size, restarts = len(generation.members), self.generations.starts
@@ -77,7 +77,7 @@ class Job:
                 raise UserError(f"cannot start {where}: {error}") from None
 
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
-        """Members have ended, seen together: do what follows."""
+        """Members have ended, and were seen together: do what follows."""
         endings = {member: each for member, each in endings.items() if member in self.generations.slots}
         self._endings |= endings
         if self._over:
@@ -102,7 +102,7 @@ class Job:
             self._follow(verdict)
 
     def signalled(self, number: int, where: str = "") -> None:
-        """A launcher (`where`, in words) has got a signal that ends the job: it is passed on to all ranks."""
+        """A launcher (`where`, in words) has got a signal that ends the job: pass it on to all ranks."""
         again = self._got_signal is not None
         if not again:
             self._got_signal, self._passed_on = number, len(self.generations.slots)
@@ -110,7 +110,7 @@ class Job:
         self.generations.stopping = True
         self.generations.blame_at = None
         self._again_at, self._replacements = None, []
-        # For which alone ranks are prepared, of the three.
+        # Of the three, ranks are only prepared for this one.
         passed_on = signal.SIGTERM if number in (signal.SIGPIPE, signal.SIGHUP) else number
         joining = self.generations.joining.copy()  # nobody takes them in now, and they would wait for that
         self._let_go |= set(joining)
@@ -157,7 +157,7 @@ class Job:
             self._poll_at = now + self._poll_s
 
     def outcome(self) -> Outcome:
-        """What became of it, after its end."""
+        """The outcome of the job, after its end."""
         if self._got_signal is not None:
             name = signal.Signals(self._got_signal).name
             ranks = many(self._passed_on, "rank")
@@ -172,7 +172,7 @@ class Job:
         others = len(self._asked_to_end)
         ended = f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
         finished = [ending.rank for ending in self._endings.values() if ending.ok]
-        # Perhaps that is why: an exception that says nothing else, or one of a script that tells us nothing.
+        # That may be the cause: for an exception that says nothing else, or a script that tells us nothing.
         may_be_why = cause.status > 0 and (cause.failure is None or cause.because_of_peer)
         left = f"; rank {finished[0]} had finished before" if finished and may_be_why else ""
         line = f"imece: {cause.describe()}{self._why}{left}{ended if others else ''}"
@@ -180,7 +180,7 @@ class Job:
 
     @property
     def _looks(self) -> bool:
-        """Whether to look at what members say; after a signal too, for some may wait for those that leave."""
+        """Whether to look at what members say; also after a signal, as some may wait for leavers."""
         return not self._over and self._again_at is None
 
     @property
@@ -190,7 +190,7 @@ class Job:
         return _JOINING_S if self.generations.joining else _POLL_S
 
     def _poll(self, now: float) -> None:
-        """Read what members say of themselves."""
+        """Read what members say about themselves."""
         steps = self._steps(self.generations.slots)
         self.generations.note_steps(steps)
         joining = list(self.generations.joining)
@@ -209,7 +209,7 @@ class Job:
             self._end_ranks(left_over, signal.SIGTERM, AFTER_FAILURE_S)
 
     def _renew_for_lost(self) -> None:
-        """Members that cannot reach each other any more, and live, meet anew; unless some have finished."""
+        """Living members that cannot reach each other any more meet anew, unless some have finished."""
         generations = self.generations
         number, living = generations.newest.number, set(generations.newest.members) & generations.slots.keys()
         asked = [
@@ -229,7 +229,7 @@ class Job:
             self.say(f"imece: {why}; {len(generation.members)} ranks go on")
 
     def _follow(self, verdict: Verdict) -> None:
-        """Do what was found to follow from the last ends."""
+        """Carry out the verdict on the last ends."""
         if isinstance(verdict, End):
             self._over = True
             self._causes, self._why = list(verdict.endings), verdict.why
@@ -266,7 +266,7 @@ class Job:
             hands.begin_anew()
 
     def _replace(self, slot: int) -> None:
-        """A new member in a slot, which will join."""
+        """Start a new member in a slot, which will join."""
         now, restarts = time.monotonic(), self.generations.starts
         start = Start(self.generations.start_one(slot, now), slot, 0, 1, True, restarts)
         try:
@@ -275,13 +275,13 @@ class Job:
             self.cannot_start(error.start.member, str(error), now)
 
     def _end_ranks(self, members: Collection[int], number: int, grace_s: float) -> None:
-        """Send them a signal, and after `grace_s` SIGKILL to them and to all they started."""
+        """Send them a signal, and after `grace_s` SIGKILL to them and everything they started."""
         self._asked_to_end |= set(members)
         for host, those in self._by_host(members).items():
             self.hands[host].end(those, number, grace_s)
 
     def _by_host(self, members: Iterable[int]) -> dict[int, list[int]]:
-        """Members that live, by the host on which they are."""
+        """Living members, by host."""
         found: dict[int, list[int]] = {}
         for member in members:
             found.setdefault(self.generations.slots[member] // self._per_host, []).append(member)

@@ -12,19 +12,19 @@ import psutil
 
 _MARK = "IMECE_MARK"
 _SHM = Path("/dev/shm")
-_ENDING_S = 1.0  # what was killed just now may take a moment to go
+_ENDING_S = 1.0  # what was just killed may take a moment to go
 
 
 class Traces:
-    """Made before a job is started, with `environ`; asked after its end."""
+    """Create it before a job is started with its `environ`; ask it after the job's end."""
 
     def __init__(self) -> None:
         self.environ = {_MARK: secrets.token_hex(16)}
-        """What the job and all that it starts must have in their environment."""
+        """Variables that mark the job, and everything it starts, in their environment."""
         self._files_before = set(_own_files())
 
     def left(self) -> list[str]:
-        """A few words for each process and file."""
+        """A few words for each process and file that is left."""
         until = time.monotonic() + _ENDING_S
         while (found := list(self._processes())) and time.monotonic() < until:
             time.sleep(0.05)
@@ -57,7 +57,7 @@ def _own_files() -> list[str]:
 
 
 def _files_in_use() -> set[str]:
-    """Those in /dev/shm that a process has mapped: of programs that run at the same time."""
+    """Names of files in /dev/shm that a process has mapped: those of programs that run at the same time."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

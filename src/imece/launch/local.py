@@ -1,10 +1,10 @@
-"""`imece launch`: ranks on this host, until all are done or the run is over; nothing of them is left then.
+"""`imece launch`: ranks on this host, until all are done or the run is over; then nothing of them is left.
 
-signals, output, crew    processes: what they print, how they end, that none is left
-generations, silence     what follows from that (pure)
-host                     this host's hands and eyes: all of the above
-job                      what is to be done, here or on several hosts (hosts/)
-view                     what a thread beside it may see, for drills (drill.py)
+signals, relay, output, crew   processes: what they print, how they end, that none is left
+generations, silence           what follows from that (pure)
+host                           this host's hands and eyes: all of the above
+job                            decides what to do, here or on several hosts (hosts/)
+view                           what another thread may see, for drills (drill.py)
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ def launch(
     logs: Path | None = None,
     watch: Callable[[View], None] | None = None,
 ) -> int:
-    """Run `command` on as many ranks as `limits` says, and return the exit status for the whole.
+    """Run `command` on as many ranks as `limits` says, and return the exit status of the whole.
 
-    0 if all ranks finished; the first failing rank's status, or 128 + its signal; 128 + the signal that this
-    process got. SIGINT, SIGTERM and, as SIGTERM, SIGHUP are passed on to the ranks, which then have
-    `grace_s` seconds; one that comes a second later or more kills them at once. direct: the ranks
-    are `imece train`'s: rank 0 has this process' own output, without a prefix, signals wait until a rank
-    listens for them (train/stopping.py), and a rank that ends with status 2, or with 1 and no exception, has
-    said itself what is wrong. Call it from the main thread. Raises UserError if the ranks cannot be started.
+    The status is 0 if all ranks finished; the first failing rank's status, or 128 + its signal; or 128 + the
+    signal that this process got. SIGINT, SIGTERM and, as SIGTERM, SIGHUP are passed on to the ranks, which
+    then have `grace_s` seconds; a second signal, a second later or more, kills them at once. direct: the
+    ranks are `imece train`'s. Rank 0 then writes to this process' own output, without a prefix, signals wait
+    until a rank listens for them (train/stopping.py), and a rank that ends with status 2, or with 1 and no
+    exception, has itself said what is wrong. Call this from the main thread. UserError if the ranks cannot be
+    started.
 
     A rank that dies is replaced if the others go on without it (membership/roster.py); if not, all are ended,
-    or started again, as `limits` says. Three deaths in a row without a finished step between them end the run
-    in any case where ranks say how far they are.
-    silent_s: a rank that has said that it lives, and then nothing for so long, is ended, or after ten times
-    as long if it computes; 0: never.
-    logs: a folder for what each rank prints, but for what the first of `direct` does.
+    or started again, as `limits` says. If ranks report their steps, three deaths in a row without a finished
+    step in between end the run in any case.
+    silent_s: a rank that has said that it lives is ended if it then says nothing for so long, or for ten
+    times as long while it computes; 0: never.
+    logs: a folder for what each rank prints, except the first rank of `direct`.
     watch: called in a thread of its own once the ranks are started, with a view of them.
     """
     ranks = limits.ranks
@@ -78,7 +79,7 @@ def launch(
 
 
 def _watch(job: Job, host: Host) -> None:
-    """Until every rank has ended: pass on output and signals, and do what their ends ask for."""
+    """Until every rank has ended: pass on output and signals, and act on their ends."""
     while not job.is_done:
         until = min(job.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
         ended, signals = host.crew.wait(until)

@@ -1,4 +1,4 @@
-"""What `imece launch` and `imece.spawn` share: a rank's environment, how it ends, which failure was first."""
+"""Shared by `imece launch` and `imece.spawn`: a rank's environment, how it ends, which failure was first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from imece.errors import UserError
 from imece.status import Failure
 from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
-MAX_RANKS = 1024  # of one host; a typing error above it would only exhaust the host
+MAX_RANKS = 1024  # of one host; more would be a typing error and exhaust the host
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl  # found here: a child between fork and exec must not take the loader's lock
 _PARENT_GONE = 143
 SAID = 2
-"""The status of a command that has told a user's mistake."""
+"""The exit status of a command that has reported a user's mistake."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Ending:
     """How a rank ended."""
 
     rank: int
-    pid: int  # that it has told of itself, or of what was started
+    pid: int  # as it has told itself, or of the process that was started
     status: int  # exit status; negative: ended by that signal
     time_s: float  # monotonic, when its end was seen
-    failure: Failure | None = None  # what the rank itself said of it
+    failure: Failure | None = None  # what the rank itself reported
     left_early: bool = False  # status 0 in the middle of an open world
     ended_by_us: bool = False
-    silent_s: float | None = None  # it was ended because it had not been heard of for so long
-    host: int | None = None  # where, if there are several
-    lost: str = ""  # how its whole host went, which is all that is known of it
+    silent_s: float | None = None  # it was ended because nothing had been heard of it for so long
+    host: int | None = None  # the host, if there are several
+    lost: str = ""  # how its whole host was lost, if nothing more is known
     where: str = ""  # "in backward of step 41", if it has noted that (membership/where.py)
-    by_our_signal: bool = False  # it was killed by one that we have sent it, to end it
+    by_our_signal: bool = False  # a signal that we sent to end it has killed it
 
     @property
     def ok(self) -> bool:
@@ -49,27 +49,27 @@ class Ending:
 
     @property
     def because_of_peer(self) -> bool:
-        """Whether it only failed since another rank had gone."""
+        """Whether it failed only because another rank had gone."""
         return self.failure is not None and self.failure.because_of_peer
 
     @property
     def died(self) -> bool:
-        """Whether it ended without an exception, nor a decision, of its own."""
+        """Whether it ended without an exception, or decision, of its own."""
         return (self.status < 0 or self.left_early) and (self.failure is None or self.because_of_peer)
 
     @property
     def is_mistake(self) -> bool:
-        """Whether it is a user's, which no repetition mends."""
+        """Whether it is a user's mistake, which a restart does not mend."""
         return self.status == SAID or (self.failure is not None and self.failure.kind == UserError.__name__)
 
     @property
     def cause_time_s(self) -> float:
-        """When it failed: what a rank says of itself comes before its slow exit."""
+        """When it failed: a rank reports its failure before its slow exit."""
         return self.failure.time_s if self.failure is not None else self.time_s
 
     def describe(self) -> str:
-        """One line, with the phase of a death if it is known: "rank 1 (pid 4711) was killed by signal 9
-        (SIGKILL) in backward of step 41, perhaps out of memory"."""
+        """One line, with the phase of a death if known: "rank 1 (pid 4711) was killed by signal 9 (SIGKILL)
+        in backward of step 41, perhaps out of memory"."""
         if self.lost:
             return self.lost
         who = name_of(self.rank, self.pid, self.host)
@@ -98,26 +98,26 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a whole job."""
+    """The outcome of a whole job."""
 
     status: int
     """The launcher's exit status."""
     line: str = ""
-    """What it says last."""
+    """Its last line."""
     cause: Ending | None = None
     """The first failure, whose traceback is shown before."""
 
 
 def name_of(rank: int, pid: int, host: int | None = None) -> str:
-    """What a person knows a rank by. host: where there are several."""
+    """The name by which people know a rank. host: if there are several."""
     return f"rank {rank} (pid {pid})" if host is None else f"rank {rank} (host {host}, pid {pid})"
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:
     """The failure that came first, or None if there is none.
 
-    A rank that lost its peer, or that we ended, is a cause only if nothing else is: the kernel closes a
-    dying rank's connections before its parent can see it dead, so times alone would blame the survivors.
+    A rank that lost its peer, or that we ended, is a cause only if nothing else is: the kernel closes a dying
+    rank's connections before its parent can see it dead, so times alone would blame the survivors.
     """
     failures = [ending for ending in endings if not ending.ok]
     return min(
@@ -140,11 +140,11 @@ def worker_environment(
 ) -> dict[str, str]:
     """`environ` with torchrun's variables for one of `ranks` ranks of this host.
 
-    member: its number, if the parent keeps a roster. joining: it takes the place of one that died, and is a
-    world of its own at first. starts: torchrun's restart count, by which torch's keys in the store differ.
+    member: its number, if the parent keeps a roster. joining: it replaces a dead rank, and is a world of its
+    own at first. starts: torchrun's restart count, which keeps torch's keys in the store apart.
 
-    The store listens on loopback at `port` and is served by the parent. Threads are shared out; Gloo and
-    NCCL stay on loopback. What the person has set of the latter is left as it is.
+    The store listens on loopback at `port` and is served by the parent. Threads are divided among ranks; Gloo
+    and NCCL stay on loopback, unless the user has set their variables.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
@@ -180,16 +180,16 @@ def worker_environment(
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Called in a child: let the kernel kill it as soon as its parent dies, also by SIGKILL."""
+    """In a child: make the kernel kill it as soon as its parent dies, even by SIGKILL."""
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(_PARENT_GONE)
 
 
 def die_together(pipe: int) -> None:
-    """Called in a child that leads a group, with the reading end of a pipe that it keeps open: let the kernel
-    kill the whole group, what a wrapper has started too, as soon as nobody has the other end."""
-    with contextlib.suppress(OSError):  # a kernel that does not know this: the leader dies in any case
+    """In a child that leads a group: make the kernel kill the whole group, also what a wrapper has started,
+    as soon as nobody has the other end of `pipe` open. pipe: the reading end, which the child keeps open."""
+    with contextlib.suppress(OSError):  # a kernel without this: the leader dies in any case
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
@@ -202,7 +202,7 @@ def prints_stacks(pid: int) -> bool:
 
 
 def cpu_s_of(pid: int) -> float:
-    """For how long the process has computed so far, all its threads together; 0 if it has ended."""
+    """Seconds that the process has computed so far, all its threads together; 0 if it has ended."""
     fields = _proc(pid, "stat").rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -228,7 +228,7 @@ def is_in_group(pid: int, group: int) -> bool:
 
 
 def group_lives(group: int) -> bool:
-    """Whether a process of that group has not ended, though its leader may have."""
+    """Whether some process of that group has not ended, even if its leader has."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
@@ -240,7 +240,7 @@ def group_lives(group: int) -> bool:
 def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
     """Send a signal to the process group that `pid` leads: the rank and what it has started.
 
-    `pid` must not have been reaped yet, or its number may have become another's.
+    `pid` must not have been reaped yet, or its number may belong to another process.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)

@@ -1,4 +1,4 @@
-"""What ranks print, passed on to our own outputs, and into files as well.
+"""Passes on what ranks print, to our own outputs and into files.
 
 A reader of ours that takes nothing holds up the ranks that print, as it would those of any program, and
 nobody else.
@@ -22,16 +22,16 @@ from imece.writing import try_folder
 
 _READ_BYTES = 65_536
 _PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
-_MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; then ranks wait for it, and nobody else does
+_MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; beyond that the ranks that print wait for it
 
 
 class Relay:
-    """Pipes that ranks write into, and the outputs of ours that take what comes."""
+    """Pipes that ranks write into, and our outputs that take what comes."""
 
     def __init__(
         self, selector: selectors.BaseSelector, logs: Path | None, on_reader_gone: Callable[[], None]
     ) -> None:
-        """selector: of somebody who hands what is ready to `handle`, and calls `hold_back` after that."""
+        """selector: its owner passes events to `handle`, and calls `hold_back` after that."""
         if logs is not None:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class Relay:
         self._waited_for: dict[Outlet, int] = {}  # those that did not take all, each with a descriptor of it
         self._holds_back = False  # ranks' pipes are not read, as too much waits
         self._is_released = self._is_closed = False
-        self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes there itself
+        self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes to them directly
         self._printed = Printed()
 
     @property
@@ -58,7 +58,7 @@ class Relay:
 
     @property
     def waits(self) -> bool:
-        """Whether an output has not taken all."""
+        """Whether an output has not taken everything."""
         return bool(self._waited_for)
 
     def outputs(self, slot: int, *, is_logged: bool) -> tuple[RankOutput, RankOutput]:
@@ -68,14 +68,14 @@ class Relay:
         return out, err
 
     def follow(self, stream: IO[bytes], output: RankOutput) -> None:
-        """What comes from this pipe goes there."""
+        """Pass on what comes from this pipe."""
         os.set_blocking(stream.fileno(), False)
         self._open[stream.fileno()] = stream, output
         if not self._holds_back:
             self._selector.register(stream.fileno(), selectors.EVENT_READ, output)
 
     def handle(self, key: selectors.SelectorKey) -> None:
-        """Something is ready: what was not registered here is passed over."""
+        """Something is ready; anything not registered here is ignored."""
         if isinstance(key.data, RankOutput):
             self._read(key.fd)
         elif isinstance(key.data, Outlet):
@@ -84,14 +84,14 @@ class Relay:
             self._reader_gone(key.fd)
 
     def take_rest(self, outputs: Collection[RankOutput]) -> None:
-        """What a rank left that has ended, and no more: another process may go on writing."""
+        """Take what a rank that has ended left, and no more: another process may go on writing."""
         for fd in [fd for fd, (_, output) in self._open.items() if any(output is own for own in outputs)]:
             for _ in range(_PIPE_READS):
                 if not self._read(fd):
                     break
 
     def say(self, line: str) -> None:
-        """One line of our own, after what ranks have printed there."""
+        """Print one line of the launcher's, after what ranks have printed there."""
         self._write(self._outlets[1], own_line(line))
 
     def show_failure(self, output: RankOutput) -> None:
@@ -100,17 +100,17 @@ class Relay:
             self._print(output, line)
 
     def release(self) -> None:
-        """Ranks are ended: their pipes are read from here on, however much waits."""
+        """Ranks are being ended: read their pipes from here on, however much waits."""
         self._is_released = True
         self.hold_back()
 
     def end_lines(self) -> None:
-        """Show the last lines that had no end, of pipes that are still open."""
+        """Show the unfinished last lines of pipes that are still open."""
         for _, output in self._open.values():
             self._print(output, None)
 
     def close(self) -> None:
-        """Nobody looks at the selector any more: what is said from here on waits until it is taken."""
+        """Nobody looks at the selector any more: later output blocks until it is taken."""
         self._is_closed = True
         for stream, _ in self._open.values():
             stream.close()
@@ -120,7 +120,7 @@ class Relay:
             os.close(copy)
 
     def _read(self, fd: int) -> bool:
-        """Pass on what is there; whether there may be more."""
+        """Pass on what is there; returns whether there may be more."""
         stream, output = self._open[fd]
         try:
             data = os.read(fd, _READ_BYTES)
@@ -137,7 +137,7 @@ class Relay:
         return False
 
     def _print(self, output: RankOutput, data: bytes | None, *, feed: bool = False) -> None:
-        """Feed `data`, show it as one line, or (None) show what is left. Who reads us may have gone."""
+        """Feed `data`, show it as one line, or (None) show what is left. Our reader may have gone."""
         try:
             if data is None:
                 output.finish()
@@ -150,7 +150,7 @@ class Relay:
         self._wait_for(output.target)
 
     def _write(self, outlet: Outlet, data: bytes = b"") -> None:
-        """The same for `data` of our own, or (none) for what waits."""
+        """Write `data` of the launcher's, or (none) what waits."""
         try:
             if data:
                 outlet.write(data)
@@ -161,11 +161,11 @@ class Relay:
         self._wait_for(outlet)
 
     def _wait_for(self, outlet: Outlet) -> None:
-        """Be told when it takes more, if it has to."""
+        """Get notified when the outlet takes more, if it has to."""
         if self._is_closed:
             self._wait_here(outlet)
         elif outlet.waiting_bytes and outlet not in self._waited_for:
-            copy = os.dup(outlet.file.fileno())  # itself it may be among `_read_by`
+            copy = os.dup(outlet.file.fileno())  # the file itself may be among `_read_by`
             self._waited_for[outlet] = copy
             self._selector.register(copy, selectors.EVENT_WRITE, outlet)
         elif not outlet.waiting_bytes and outlet in self._waited_for:
@@ -180,7 +180,7 @@ class Relay:
             outlet.finish()
 
     def hold_back(self) -> None:
-        """Ranks whose output nobody takes wait for that, as those of any program do."""
+        """Ranks whose output nobody takes wait, as those of any program do."""
         waiting_bytes = max(outlet.waiting_bytes for outlet in self._outlets)
         most_bytes = _MOST_WAITING_BYTES // (2 if self._holds_back else 1)
         holds_back = waiting_bytes > most_bytes and not self._is_released
@@ -193,7 +193,8 @@ class Relay:
                     self._selector.register(fd, selectors.EVENT_READ, output)
 
     def watch_readers(self) -> None:
-        """Of a pipe that a rank writes into itself, so that nobody here sees an error when they are gone."""
+        """Watch readers of pipes that a rank writes into directly: nobody here would see an error when they
+        are gone."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
                 fd = stream.fileno()
@@ -203,7 +204,7 @@ class Relay:
                     self._read_by.add(fd)
 
     def _reader_gone(self, fd: int) -> None:
-        """As for any program in a pipeline: end. Output goes nowhere from here on."""
+        """End, as any program in a pipeline does. Output goes nowhere from here on."""
         if fd in self._read_by:
             self._read_by.remove(fd)
             self._selector.unregister(fd)
@@ -221,7 +222,8 @@ class Relay:
 
 
 def _outlets() -> tuple[Outlet, Outlet]:
-    """Of stdout and stderr; one, where they are the same pipe or terminal, or their lines would be mixed."""
+    """Outlets of stdout and stderr; a single one if both are the same pipe or terminal, or their lines would
+    be mixed."""
     out, err = (unbuffered(stream) for stream in (sys.stdout, sys.stderr))
     one = Outlet(out)
     with contextlib.suppress(OSError, ValueError):  # in memory

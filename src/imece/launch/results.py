@@ -1,7 +1,7 @@
 """What a rank's function returned, as bytes: JSON and raw tensors, never a pickle.
 
-A frame is 8 bytes with the length of the JSON part, that part, and the tensors' bytes one after another.
-In the JSON part each container is tagged, so that tuples, lists and dicts come back as what they were.
+A frame is 8 bytes with the length of the JSON part, that part, and the tensors' bytes one after another. In
+the JSON part each container is tagged, so that tuples, lists and dicts come back as they were.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _LENGTH_BYTES = 8
 
 
 def encode(value: object) -> bytes:
-    """`value` as a frame. Raises TypeError, naming the type, for what is not made of None, bool, int,
-    float, str, list, tuple, dict with str keys, and dense tensors (they travel by way of the CPU)."""
+    """`value` as a frame. TypeError, naming the type, for anything but None, bool, int, float, str, list,
+    tuple, dict with str keys, and dense tensors (which travel over the CPU)."""
     tensors: list[bytes] = []
     tree = json.dumps(_pack(value, tensors)).encode()
     return b"".join([len(tree).to_bytes(_LENGTH_BYTES, "big"), tree, *tensors])
 
 
 def decode(frame: bytes) -> Any:
-    """The value that `encode` made `frame` of. Raises ValueError if it is not such a frame."""
+    """The value in `frame`. ValueError if it is not a frame that `encode` made."""
     end = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "big")
     if end > len(frame):
         raise ValueError(f"a result of {len(frame)} bytes, of which {end} should be JSON")
@@ -50,7 +50,7 @@ def _pack(value: object, tensors: list[bytes]) -> object:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether its bytes are its numbers."""
+    """Whether its bytes are its values."""
     return value.layout == torch.strided and not value.is_quantized and not value.is_meta
 
 

@@ -1,4 +1,4 @@
-"""The signals that end a job, as bytes on a socket that a selector can wait for; or as an exception."""
+"""The signals that end a job: as bytes on a socket that a selector can wait for, or as an exception."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
-    """While open, SIGINT, SIGTERM and SIGHUP only wake `selector`, one byte for each. Those that this process
-    was started to ignore, as nohup does it, stay ignored."""
+    """While open, SIGINT, SIGTERM and SIGHUP only wake `selector`, with one byte each. Signals that this
+    process was started to ignore, as by nohup, stay ignored."""
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
@@ -38,8 +38,9 @@ def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """While open, the first SIGTERM or SIGHUP raises SystemExit(128 + number), as Ctrl-C raises by itself, so
-    that `finally` runs; no later one cuts it short. What this process was started to ignore stays ignored.
+    """While open, the first SIGTERM or SIGHUP raises SystemExit(128 + number), so that `finally` runs as
+    after Ctrl-C; later ones do not interrupt that. Signals that this process was started to ignore stay
+    ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -60,10 +61,11 @@ def signals_as_exit() -> Iterator[None]:
 
 
 def hear_all() -> None:
-    """Called in a child: its launcher may pass on what it ignores itself, but another host has got."""
+    """In a child: stop ignoring signals. Its launcher may pass on one that it ignores itself, but another
+    host has got."""
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """The wakeup descriptor carries the signal; this only keeps Python's default handler from acting."""
+    """The wakeup descriptor carries the signal; this only replaces Python's default handler."""

@@ -1,9 +1,9 @@
 """Which members have not been heard of for too long: pure, from what is seen at each look.
 
-Only time in which somebody looked counts: when the launcher itself was stopped, or starved, all are old.
+Only time in which somebody looked counts: if the launcher itself was stopped or starved, all beats are old.
 
-A member beats in a thread of Python, which is not heard while C code keeps Python's lock. Such a member
-computes, which one that is stopped, or waits for a disk, does not: time in which it does counts a tenth.
+A thread in Python beats, and is not heard while C code holds Python's lock. A member in that state computes,
+while one that is stopped, or waits for a disk, does not: time in which it computes counts a tenth.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LOOKS = 8  # in the time after which a member is found silent
-_COMPUTES = 0.05  # of a core, at least: threads that wait for Python's lock look for it 200 times a second
+_LOOKS = 8  # looks within the time after which a member counts as silent
+_COMPUTES = 0.05  # of a core, at least: threads that wait for Python's lock try 200 times a second
 _PATIENCE = 10  # times as long for one that computes
 
 
@@ -27,20 +27,20 @@ class Silence:
     """Watches the beats of members, from the first beat of each."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: how long a member may be silent; 0: for ever."""
+        """limit_s: how long a member may be silent; 0: forever."""
         self.limit_s = limit_s
         self.interval_s = min(1.0, limit_s / _LOOKS) if limit_s else 1.0
-        """How often to look."""
+        """Seconds between looks."""
         self._watched: dict[int, _Watched] = {}
         self._last_s: float | None = None
 
     def look(
         self, beats: Mapping[int, int], now: float, cpu_s: Mapping[int, float] | None = None
     ) -> list[int]:
-        """Those that are silent. `beats`: how often each member has beaten, of those that should; cpu_s: for
-        how long each has computed so far, on all cores."""
+        """The silent members. beats: how often each member has beaten, of those that should; cpu_s: for how
+        long each has computed so far, on all cores."""
         since_s = 0.0 if self._last_s is None else now - self._last_s
-        # However late a look comes, it takes at least half of _LOOKS to find anybody silent.
+        # However late a look comes, it takes at least half of _LOOKS to find a member silent.
         passed_s = min(since_s, 2 * self.interval_s)
         self._last_s = now
         before, self._watched = self._watched, {}
@@ -53,11 +53,12 @@ class Silence:
         return self._silent_for(self.limit_s) if self.limit_s else []
 
     def suspects(self) -> list[int]:
-        """Those that are silent for half as long at least: of them, others may be waiting for one."""
+        """Members that have been silent for at least half the limit: others may be waiting for one of
+        them."""
         return self._silent_for(self.limit_s / 2)
 
     def forgive(self) -> None:
-        """Whoever waits for a silent one may be silent too: count anew for all."""
+        """Count anew for all: a member that waits for a silent one may be silent too."""
         self._watched = {}
 
     def _silent_for(self, limit_s: float) -> list[int]:

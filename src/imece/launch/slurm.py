@@ -1,9 +1,9 @@
 """SLURM: the srun that starts launchers in an allocation, and the batch file that asks for one.
 
 Each node has one task, `imece launch`, which starts the ranks there and replaces those that die. On several
-nodes the launchers meet (hosts/): a node that fails ends none of the others.
+nodes the launchers meet (hosts/): a node that fails does not end the others.
 
-Text and words alone; `start` and `submit`, at the end, are all that runs anything.
+Everything here only makes texts and words, except `start` and `submit` at the end.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from imece.launch.hosts.token import TOKEN, VARIABLES
 from imece.world import LOOPBACK, read_world
 
 MARK = "# Written by imece launch --slurm"
-"""How a batch file of ours begins, below the line that names its shell."""
+"""The beginning of imece's batch files, after the line that names the shell."""
 FINISHED = "IMECE_FINISHED"
-"""Names a file that launchers on several nodes make once the job has ended well: srun's status is that of the
-worst node, and tells of one that was lost though the others went on to the end."""
+"""Names a file that launchers on several nodes make once the job has ended well. srun's status is that of the
+worst node, and would report one that was lost though the others went on to the end."""
 _MOST = 100_000
 _MOST_SIGNAL_S = 65_535  # SLURM's own limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+@:/-]{0,199}")
 _GPUS = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}:)?([1-9][0-9]{0,3})")
 _TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{2}))?(?::([0-9]{2}))?")
-# What the allocation was asked for, where it is not what our srun asks for: the two would contradict.
+# Requests of the allocation, which would contradict our srun's if they differ.
 _OF_THE_ALLOCATION = (
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
 _ALONE = ("--kill-on-bad-exit=1",)
-# A node that is lost, or leaves in order, is no reason to end the others.
+# A node that is lost, or leaves in order, must not end the others.
 _ON_THEIR_OWN = ("--kill-on-bad-exit=0", "--no-kill", "--wait=0")
 _SEVERAL = (
     "",
@@ -52,13 +52,13 @@ _SEVERAL = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks lie on nodes."""
+    """How ranks are placed on nodes."""
 
     nodes: int
     ranks: int
     """On each node."""
     cpus: int | None
-    """For each rank; None: as SLURM divides them."""
+    """CPUs of each rank; None: as SLURM divides them."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -76,16 +76,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Task:
-    """What a task of srun's knows of the other launchers."""
+    """What a task of srun's knows about the other launchers."""
 
     nodes: int
     node: int
-    """Which of them this is."""
+    """The number of this launcher."""
     rendezvous: str
-    """HOST:PORT, on the first of them."""
+    """HOST:PORT, on the first node."""
     job: str
     ranks: int | None
-    """On this node: one for each GPU that SLURM gives it, if it gives any."""
+    """On this node: one for each GPU that SLURM gives it, if any."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Batch:
 
 
 def gpus(text: str) -> int:
-    """How many "4" or "a100:4" are. Raises ValueError."""
+    """The number of GPUs in "4" or "a100:4". Raises ValueError."""
     match = _GPUS.fullmatch(text)
     if match is None:
         raise ValueError(f"--gpus-per-node {text!r}: a number is possible, or a kind and a number, a100:4")
@@ -133,7 +133,7 @@ def gpus(text: str) -> int:
 
 
 def seconds(time: str) -> int:
-    """What SLURM's formats of a time limit mean. Raises ValueError."""
+    """The seconds in one of SLURM's time formats. Raises ValueError."""
     match = _TIME.fullmatch(time)
     if match is not None:
         days, first, second, third = (int(part or 0) for part in match.groups())
@@ -153,12 +153,12 @@ def seconds(time: str) -> int:
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has given this process an allocation."""
+    """Whether this process is in an allocation of SLURM's."""
     return "SLURM_JOB_ID" in environ
 
 
 def allocated(environ: Mapping[str, str], nodes: int | None, ranks: int | None, cpus: int | None) -> Layout:
-    """The layout in this allocation: all of it, but for what is given. UserError, ValueError."""
+    """The layout in this allocation: all of it, unless arguments say less. UserError, ValueError."""
     there = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1
     if nodes is not None and nodes > there:
         raise UserError(f"--nodes {nodes}: this allocation has {there}")
@@ -181,16 +181,16 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _fewest_cpus(text: str) -> int:
-    """Of "16(x2),8": 8. 0 if it is no such list."""
+    """The smallest number in such a list: 8 for "16(x2),8". 0 if it is no such list."""
     counts = [re.fullmatch(r"([0-9]{1,7})(?:\(x[0-9]{1,7}\))?", part) for part in text.split(",")]
     return min((int(count[1]) if count else 0 for count in counts), default=0)
 
 
 def task(environ: Mapping[str, str]) -> Task:
-    """The launcher that this process is to be, a task of srun's. UserError unless it is alone on its node.
+    """The launcher that this process, a task of srun's, should be. UserError unless it is alone on its node.
 
-    The launchers meet on the first node, at a port that follows from the job, or where MASTER_ADDR and
-    MASTER_PORT say.
+    The launchers meet on the first node, at a port derived from the job, or where MASTER_ADDR and MASTER_PORT
+    say.
     """
     world = read_world(environ)
     if world.local_world_size != 1:
@@ -205,7 +205,7 @@ def task(environ: Mapping[str, str]) -> Task:
 
 
 def srun(layout: Layout) -> list[str]:
-    """The words that start the launchers of a layout; what they run follows."""
+    """The words that start the launchers of a layout; the command follows."""
     cpus = [] if layout.cpus_per_node is None else [f"--cpus-per-task={layout.cpus_per_node}"]
     return [
         "srun",
@@ -272,7 +272,7 @@ def batch_file(batch: Batch, command: Sequence[str], folder: str) -> str:
 
 
 def quoted(word: str) -> str:
-    """The word for bash, always on one line."""
+    """The word quoted for bash, always on one line."""
     if word.isprintable():
         return shlex.quote(word)
     plain = set(range(32, 127)) - set(b"\\'")
@@ -283,7 +283,7 @@ def quoted(word: str) -> str:
 
 
 def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Become the srun that runs `command` on each node: signals go to it, and its status is ours."""
+    """Become the srun that runs `command` on each node: signals go to it, and its exit status is ours."""
     path = shutil.which("srun")
     if path is None:
         raise UserError("there is no program 'srun' on PATH, though SLURM_JOB_ID is set")
@@ -298,7 +298,7 @@ def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def submit(text: str, file: str | None) -> str:
-    """The id of the job that `sbatch` makes of a batch file, which was written to `file` if that is given."""
+    """Submit a batch file, written to `file` if given; returns the id of the job."""
     path = shutil.which("sbatch")
     if path is None:
         raise UserError("there is no program 'sbatch' on PATH: submit the job where SLURM is installed")

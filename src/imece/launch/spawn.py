@@ -34,8 +34,8 @@ from imece.launch.processes import (
 from imece.launch.results import decode, encode
 from imece.store import listen_here, serve
 
-_BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's own end to be seen
-_LONGEST_S = 60.0  # of one wait: no number of seconds that a caller may give is too large for it
+_BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
+_LONGEST_S = 60.0  # of one wait, so that a caller's limit is never too large for it
 _RESULT, _FAILURE = b"r", b"f"
 
 
@@ -56,20 +56,20 @@ def spawn(
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What `fn(*args)` returns in each of `ranks` new processes of this host, by rank.
+    """Run `fn(*args)` in each of `ranks` new processes of this host; returns the results, by rank.
 
-    Each has torchrun's environment variables, so `fn` may call imece.init(); `env` adds to them.
-    Returned values are None, numbers, strings, tensors, or lists, tuples and dicts of these.
+    Each process has torchrun's environment variables, so `fn` may call imece.init(); `env` adds to them.
+    Returned values may be None, numbers, strings, tensors, or lists, tuples and dicts of these.
 
-    A function of a module or script starts in a fresh process, which imports that module: a script needs
-    `if __name__ == "__main__":` around its call of spawn. A function from a notebook, a lambda or a closure
-    starts in a copy of this process (fork), with one thread; this process must not have used CUDA or
-    torch.distributed then.
+    A function of a module or script starts in a fresh process, which imports that module: a script needs `if
+    __name__ == "__main__":` around its call of spawn. A function from a notebook, a lambda or a closure
+    starts in a copy of this process (fork), with one thread; then this process must not have used CUDA or
+    torch.distributed.
 
-    Raises TypeError if `fn` cannot be called, `args` is no list or tuple, or `env` has other than strings,
-    RankFailedError with the traceback of the rank that failed first, UserError if that rank did, TimeoutError
-    naming the ranks that still ran after `timeout_s`. All processes are dead when it returns or raises, and
-    they die with this process. Call it from a thread that lives as long.
+    TypeError if `fn` cannot be called, `args` is no list or tuple, or `env` has other values than strings;
+    RankFailedError with the traceback of the rank that failed first; UserError if that rank raised one;
+    TimeoutError naming the ranks that still ran after `timeout_s`. All processes are dead when this returns
+    or raises, and they die with this process. Call it from a thread that lives as long.
     """
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: a function is wanted, as in spawn(fn, (1, 2), ranks=2)")
@@ -104,7 +104,7 @@ def spawn(
             )
             crew.start(process, reader)
             writer.close()
-        # Not earlier: the store has a thread, whose locks a forked rank would find taken for ever.
+        # Not earlier: the store has a thread, whose locks a forked rank would find taken forever.
         crew.store = serve(listener)
         return crew.wait(timeout_s)
     finally:
@@ -116,7 +116,7 @@ class _Crew:
     """The running ranks of one spawn."""
 
     def __init__(self) -> None:
-        self.store: dist.Store | None = None  # lives as long as the ranks: it is their meeting point
+        self.store: dist.Store | None = None  # must live as long as the ranks, which meet in it
         self._processes: list[BaseProcess] = []
         self._readers: list[Connection] = []
         self._pidfds: list[int] = []
@@ -130,7 +130,7 @@ class _Crew:
         with _no_collection():
             process.start()
         assert process.pid is not None
-        # Not its sentinel, a pipe that its own children hold open as well.
+        # Not its sentinel, a pipe that its own children hold open too.
         self._pidfds.append(os.pidfd_open(process.pid))
 
     def wait(self, timeout_s: float | None) -> list[Any]:
@@ -157,11 +157,11 @@ class _Crew:
         return [decode(self._frames[rank][1:]) for rank in range(len(self._processes))]
 
     def end(self) -> None:
-        """Kill and reap whatever is left, and what the ranks have started."""
+        """Kill and reap whatever is left, including what the ranks have started."""
         for process in self._processes:
             if process.pid is not None:
                 kill_group(process.pid)
-                process.kill()  # if it had not become a group's leader yet
+                process.kill()  # in case it had not become a group's leader yet
         for process, reader in zip(self._processes, self._readers, strict=True):
             if process.pid is not None:
                 process.join()
@@ -210,7 +210,7 @@ class _Crew:
         if cause.failure is not None and cause.failure.kind == UserError.__name__:
             raise UserError(f"rank {cause.rank}: {cause.failure.message}")
         message = cause.describe() + (f"\n\n{trace}" if trace else "")
-        if not frame and cause.status == 1:  # multiprocessing could not get as far as calling it
+        if not frame and cause.status == 1:  # multiprocessing failed before it could call the function
             message += (
                 ": can a new process import the function? It wrote why to stderr. A script needs "
                 '`if __name__ == "__main__":` around its call of spawn'
@@ -220,7 +220,7 @@ class _Crew:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A copy of this process is not to destroy garbage of ours: it lacks the threads that this may own."""
+    """No garbage collection: a forked copy must not destroy our garbage, whose threads it lacks."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -257,13 +257,13 @@ def _run_rank(
 ) -> None:
     """The life of one rank: the call, one message to the parent, and the end in order.
 
-    `inherited`: None if this is a fresh process; in a fork the parent's listening descriptor, and whether the
-    parent collects garbage, which is off until its own can no longer be collected here.
+    inherited: None in a fresh process. In a fork, the parent's listening descriptor, and whether the parent
+    collects garbage; collecting is off until the parent's objects can no longer be collected here.
     """
     die_with_parent(parent_pid)
-    os.setpgid(0, 0)  # so that what it starts can be killed with it
+    os.setpgid(0, 0)  # so that whatever it starts can be killed with it
     os.environ.update(variables)
-    # After a fork, OpenMP's threads are gone and a parallel region would wait for them for ever.
+    # After a fork, OpenMP's threads are gone, and a parallel region would wait for them forever.
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]) if inherited is None else 1)
     if inherited is not None:
         listener, collects = inherited
@@ -271,14 +271,15 @@ def _run_rank(
         gc.freeze()  # to destroy what the parent holds, a store say, would wait for threads that only it has
         if collects:
             gc.enable()
-        faulthandler.enable(file=2)  # PYTHONFAULTHANDLER does it in a fresh process
-        atexit._clear()  # what the parent would do at its end is not for its copy to do
+        faulthandler.enable(file=2)  # PYTHONFAULTHANDLER does this in a fresh process
+        atexit._clear()  # a copy must not do what the parent does at its end
     try:
         message = _RESULT + encode(fn(*args))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseException as raised:  # noqa: BLE001  (SystemExit too: whatever it is, the parent says it)
-        # The parent may have asked for GPUs alone, which is enough, but only a copy of it can tell.
+    except BaseException as raised:  # SystemExit too: the parent reports whatever it is
+        # Asking only for the number of GPUs in the parent is enough to break CUDA here, and only the copy
+        # notices.
         bad_copy = torch.cuda._is_in_bad_fork() and "forked subprocess" in str(raised)
         error = _cannot_be_copied(fn) if bad_copy else raised
         trace = "".join(traceback.format_exception(error))
@@ -287,5 +288,5 @@ def _run_rank(
     writer.send_bytes(message)
     writer.close()
     if inherited is not None:
-        atexit._run_exitfuncs()  # a forked child leaves without them: the mesh would not be closed
+        atexit._run_exitfuncs()  # a forked child skips them: the mesh would not be closed
     sys.exit(0 if message[:1] == _RESULT else 1)

@@ -1,4 +1,4 @@
-"""A running job as a thread beside it sees it: `launch(..., watch=...)`."""
+"""A running job as seen by another thread: `launch(..., watch=...)`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Place(NamedTuple):
     """Where a member is."""
 
     slot: int
-    """By which a person knows the rank."""
+    """The number by which people know the rank."""
     pid: int
     host: int | None = None
-    """If there are several."""
+    """The host, if there are several."""
 
 
 class View:
     """Who lives, who has ended and how, and what the members say. Only the roster asks the store."""
 
     def __init__(self, port: int, crew: Crew, endings: Mapping[int, Ending]) -> None:
-        """`endings` of all members so far; the job adds to it."""
+        """endings: of all members so far; the job adds to it."""
         import torch.distributed as dist
 
-        # A connection of its own: the job must not wait for what a watcher asks.
+        # A connection of its own: the job must not wait for a watcher's questions.
         self._store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
         self._roster = Roster(self._store)
         self.over = threading.Event()
@@ -56,7 +56,7 @@ class View:
         return {member: Place(process.slot, pid) for (member, process), pid in zip(living, pids, strict=True)}
 
     def ending(self, member: int) -> Ending | None:
-        """How it ended; None as long as it lives, or if there is none."""
+        """How it ended; None while it lives, or if there is no such member."""
         return self._endings.get(member)
 
     def signal(self, member: int, number: int) -> bool:
@@ -64,12 +64,13 @@ class View:
         return hit(self._crew, member, number, self._store)
 
     def end(self) -> None:
-        """End the job as a person's SIGTERM would."""
+        """End the job as SIGTERM to the launcher would."""
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def known_pid(store: dist.Store, member: int, started: int) -> int | None:
-    """Which process a living member says it is: `started`, or one that this has started (a wrapper has)."""
+    """The process that a living member says it is: `started`, or one that this has started (if it is a
+    wrapper)."""
     pid = status.pid_of(store, member)
     return pid if pid is not None and is_in_group(pid, started) else None
 
@@ -84,7 +85,7 @@ def hit(crew: Crew, member: int, number: int, store: dist.Store) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # Only now: one that is still among the living was not reaped before the line above.
+        # Only now: whoever is still among the living was not reaped before the line above.
         if member not in crew.living:
             return False
         signal.pidfd_send_signal(pidfd, number)
@@ -123,9 +124,9 @@ Seen = TypeVar("Seen", bound=Watched)
 
 @contextlib.contextmanager
 def watched(watch: Callable[[Seen], None] | None, view: Callable[[], Seen]) -> Iterator[None]:
-    """Run `watch` in a thread as long as the block; it has to return soon after `over` is set.
+    """Run `watch` in a thread during the block; it must return soon after `over` is set.
 
-    What it raises is raised at the block's end.
+    Its exception is raised at the block's end.
     """
     if watch is None:
         yield

@@ -5,7 +5,7 @@ handshake     two sides prove that they know it (before that, nothing that comes
 frames        JSON objects of limited size on a connection
 link          one connection between two agents, and its heartbeats
 tunnel        the ranks' way to the store where they meet
-door, reach   where others come in, and how to come in at theirs
+door, reach   how others come in, and how to come in there
 addresses     which address of this host leads to another
 links         all connections of an agent
 network       ... in a thread of their own

@@ -1,4 +1,4 @@
-"""Which address and interface of this host lead to another, and how a person writes an endpoint."""
+"""Which address and interface of this host lead to another, and how people write an endpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Address = tuple[str, int]
 
 
 class UnknownHostError(UserError):
-    """Nobody knows a host of that name: yet, perhaps."""
+    """No host of that name is known, perhaps only not yet."""
 
 
 _ENDPOINT = re.compile(
@@ -31,21 +31,21 @@ def parse_endpoint(text: str) -> Address:
 
 
 def describe(address: Address) -> str:
-    """As a person writes it."""
+    """The address as people write it."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def address_towards(address: Address) -> str:
     """The own address from which `address` is reached; it may be `address` itself. UserError if none is,
-    UnknownHostError if that is for want of the host."""
+    UnknownHostError if the host is unknown."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
         with socket.socket(family, kind, protocol) as sock:
-            sock.connect(target)  # of a datagram socket: looks up the route, and sends nothing
+            sock.connect(target)  # on a datagram socket this looks up the route, and sends nothing
             return str(sock.getsockname()[0])
-    except UnicodeError:  # getaddrinfo's, of an empty label or one of more than 63 letters
+    except UnicodeError:  # getaddrinfo's, for an empty label or one of more than 63 letters
         raise UserError(f"no way from here to {describe(address)}: that is no host's name") from None
     except socket.gaierror as error:
         raise UnknownHostError(f"no way from here to {describe(address)}: {error.strerror}") from None

@@ -1,8 +1,8 @@
 """`imece launch` on one of several hosts: its ranks, its links to the others, and its part in the job.
 
-here                              what an agent has and knows, whichever its role is
+here                              what an agent has and knows, whatever its role
 seeker, follower, coordinator     the roles
-wide_job, wide_generations        what is to be done on all hosts (../job.py), and who is in which generation
+wide_job, wide_generations        what to do on all hosts (../job.py), and who is in which generation
 far, words                        the hands of another host, and what is said about members
 """
 
@@ -52,11 +52,12 @@ def launch_here(
     rank_silent_s: float = 10.0,
     watch: Callable[[WideView], None] | None = None,
 ) -> int:
-    """Run `command` as this host's ranks, together with the agents of the other hosts; the exit status.
+    """Run `command` as this host's ranks, together with the agents of the other hosts; returns the exit
+    status.
 
-    As launch/local.py, on several hosts. job: a name that all agents have to give. watch: called in a thread
-    of its own, with a view that shows something as long as this host leads. Raises UserError if the other
-    agents cannot be met, or have another plan.
+    As launch/local.py, on several hosts. job: a name that all agents must give. watch: called in a thread of
+    its own, with a view that shows something while this host leads. UserError if the other agents cannot be
+    met, or have another plan.
     """
     own = _own_address(plan)
     token, said = find_token(environ, create=plan.me == 0)
@@ -144,7 +145,7 @@ class Agent:
         self.role.down(host, why, surely, told)
 
     def _agrees(self, host: int, hello: Mapping[str, object]) -> bool:
-        """Whether the other agent was started with the same plan; tells it if it was not."""
+        """Whether the other agent was started with the same plan; tells it if not."""
         here, wrong = self._here, []
         for name, own in (("hosts", here.plan.hosts), ("ranks", here.plan.ranks)):
             if hello.get(name) != own:
@@ -177,7 +178,7 @@ class Agent:
 
 
 def _own_address(plan: Plan) -> str:
-    """The one by which this host reaches the rendezvous; UserError if that cannot be."""
+    """The address by which this host reaches the rendezvous; UserError if there is none."""
     own = _towards_host_0(plan)
     name = plan.rendezvous[0]
     if own.startswith("127.") and not name.startswith(("127.", "localhost")):
@@ -194,7 +195,7 @@ def _own_address(plan: Plan) -> str:
 
 
 def _towards_host_0(plan: Plan) -> str:
-    """Waits for its name: whoever names hosts may do so only once they run, as Kubernetes does."""
+    """Waits until host 0's name is known: names may be given only once hosts run, as in Kubernetes."""
     begin, said = time.monotonic(), False
     while True:
         try:
@@ -210,8 +211,8 @@ def _towards_host_0(plan: Plan) -> str:
 
 
 def _listen(network: Network, plan: Plan, own: str) -> None:
-    """Host 0 where the hosts meet; any other at the same port of its own, if that is free: there it is looked
-    for when it has been started again."""
+    """Host 0 listens where the hosts meet; any other at the same port of its own, if that is free: the others
+    look for it there when it has been started again."""
     if plan.me and own not in _addresses(plan.rendezvous):
         with contextlib.suppress(UserError):
             network.listen(own, plan.rendezvous[1])

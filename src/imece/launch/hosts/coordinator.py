@@ -1,9 +1,10 @@
-"""The role of the agent that leads: it starts the job once all hosts have come, or goes on with another's.
+"""The role of the agent that leads: it starts the job once all hosts have come, or continues another's.
 
-view      the hosts that are in the job, as all of them have to know it (succession.py)
-heard     a host's answer that it knows the newest view, and follows
-settled   all have answered: only now what the view is for is done. Lost hosts' members are given up, new
-          hosts get members, or the job of a coordinator that is gone goes on
+view      the hosts in the job, as all of them must know it (succession.py)
+heard     a host has answered that it knows the newest view, and follows
+settled   all have answered. Only now the purpose of the view is carried out: lost hosts' members are given
+up,
+          new hosts get members, or the job of a lost coordinator goes on
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ _FOR_EVER_S = 30 * 86_400.0
 
 
 class Coordinator:
-    """Leads the job of which `WideJob` is the policy."""
+    """Leads the job; `WideJob` decides what to do."""
 
     def __init__(self, here: Here, lead: Lead) -> None:
         self._here, self._lead = here, lead
         plan = here.plan
         self._job = WideJob(plan.limits, plan.grace_s, {here.me: here.host}, plan.ranks, self._serve_store)
         self.runs = False
-        """Whether the job has been started, or gone on with."""
+        """Whether the job has been started, or continued."""
         self._gathers = not lead.why
         self._far: dict[int, Far] = {}
-        """Those that follow, or are to follow from the next view on."""
+        """Hosts that follow, or will follow from the next view on."""
         self._heard: set[int] = set()
         self._lost: dict[int, str] = {}  # how, of those to be given up once the view is settled
-        self._new: set[int] = set()  # those to be taken in then
-        self._empty: set[int] = set()  # in the job, and without members
+        self._new: set[int] = set()  # hosts to be taken in then
+        self._empty: set[int] = set()  # in the job, but without members
         self._told_to_wait: set[int] = set()
-        self._leaving: dict[int, int] = {}  # hosts that were asked to go, by which signal
+        self._leaving: dict[int, int] = {}  # hosts that were asked to leave, and by which signal
         self._signalled: set[int] = set()  # hosts that got a signal
-        self._ends = False  # whether one of them ends the job
+        self._ends = False  # whether one of these signals ends the job
         self._late: list[tuple[int, dict[str, Any]]] = []  # said before the job goes on
-        self._numbers = (here.newest.number, 0)  # generations and members that there were before
+        self._numbers = (here.newest.number, 0)  # numbers of generations and members that were used before
         self._dial_at = _NEVER
         self._look_at = 0.0
         self._id = secrets.token_hex(4)
@@ -73,13 +74,13 @@ class Coordinator:
         self._dial_missing()
 
     def up(self, host: int) -> None:
-        """Let it know who leads."""
+        """Tell it who leads."""
         if host not in self._far:
             role = "gathers" if self._gathers else "leads"
             self._here.send(host, {"say": "role", "role": role, "id": self._id})
 
     def said(self, host: int, message: dict[str, Any]) -> None:
-        """What followers tell of their members, and what others want."""
+        """Handle what followers say about their members, and what others want."""
         here, far, now = self._here, self._far.get(host), time.monotonic()
         match message:
             case {"say": "role", "role": "leads" | "follows"} if self._gathers:
@@ -116,12 +117,12 @@ class Coordinator:
 
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
         """Members on this host have ended."""
-        # When the last ranks of this host have left, that is for the one to judge who leads then.
+        # If the last ranks of this host have left, the next coordinator judges that.
         if self.runs and not self._has_left:
             self._job.ended(endings, now)
 
     def signalled(self, number: int) -> None:
-        """SIGINT is meant for the whole job; any other for this host, if the others go on without it."""
+        """SIGINT is for the whole job; any other signal for this host, if the others go on without it."""
         here = self._here
         if not self.runs:
             name = signal.Signals(number).name
@@ -169,11 +170,11 @@ class Coordinator:
 
     @property
     def _has_left(self) -> bool:
-        """Whether this host was asked to go, and its ranks have left."""
+        """Whether this host was asked to leave, and its ranks have left."""
         return self._here.me in self._leaving and not self._here.host.crew.living
 
     def _admit(self, host: int) -> None:
-        """Whoever has no ranks and wants to have a part in the job."""
+        """Admit a host that has no ranks and wants a part in the job."""
         here = self._here
         if host in self._far:
             self._give_up(host, f"host {host} was lost: it begins anew")
@@ -191,7 +192,7 @@ class Coordinator:
         return Far(host, lambda message: self._here.send(host, message))
 
     def _give_up(self, host: int, why: str) -> None:
-        """It follows no more."""
+        """A host follows no more."""
         del self._far[host]
         self._new.discard(host)
         self._empty.discard(host)
@@ -209,7 +210,7 @@ class Coordinator:
             self._give_up(host, f"host {host} was lost: it was cut off from others")
 
     def _change_view(self) -> None:
-        """Those who are here, and no others: if they may go on."""
+        """Make a view of exactly the hosts that are here, if they may go on."""
         here = self._here
         assert here.standing is not None
         side = {here.me, *(self._far.keys() - self._new)}
@@ -228,7 +229,7 @@ class Coordinator:
         self._settle()
 
     def _settle(self) -> None:
-        """Do what the newest view is for, if all have heard of it."""
+        """Carry out the newest view, if all have heard of it."""
         here = self._here
         assert here.standing is not None
         settled = here.standing.acknowledged(self._heard, here.dead)
@@ -246,14 +247,14 @@ class Coordinator:
             for host in lost:
                 self._leaving.pop(host, None)
         for host in self._new:
-            if host in self._job.hands:  # it had come again before its loss was settled
+            if host in self._job.hands:  # it had come back before its loss was settled
                 self._job.lose({host: f"host {host} was lost: it has begun anew"}, now)
             self._job.take(host, self._far[host])
         self._empty |= self._new
         self._new = set()
 
     def _run(self, now: float) -> None:
-        """Start the job, or go on with it."""
+        """Start the job, or continue it."""
         here, self.runs = self._here, True
         for host, far in self._far.items():
             if host not in self._new:
@@ -312,9 +313,9 @@ class Coordinator:
             self._end(host, number)
 
     def _end(self, host: int, number: int) -> None:
-        """A signal ends the job. All hosts may get it at once, as SLURM's do: only the second one that a host
-        gets is in a hurry."""
-        self._leaving.clear()  # all are
+        """A signal ends the job. All hosts may get it at once, as SLURM's do: only the second one at a host
+        means hurry."""
+        self._leaving.clear()  # all are leaving
         if not self._ends or host in self._signalled:
             self._ends = True
             self._job.signalled(number, "" if host == self._here.me else f" on host {host}")
@@ -348,12 +349,12 @@ class Coordinator:
             raise UserError(why)
 
     def _serve_store(self) -> None:
-        """The one in which all ranks meet is on this host."""
+        """Serve the store in which all ranks meet on this host."""
         self._here.network.serve_store(self._here.host.meeting_port)
         self._here.network.lead_to(self._here.host.meeting_port)
 
     def _tell_what_is_known(self, now: float, *, anyway: bool = False) -> None:
-        """To all that may have to go on without this one."""
+        """Tell all hosts that may have to continue without this one."""
         if now < self._know_at and not anyway:
             return
         self._know_at = now + _KNOW_S
@@ -366,8 +367,8 @@ class Coordinator:
                 self._here.send(host, message)
 
     def _dial_missing(self) -> None:
-        """Whoever is started again looks for host 0, and does not know that another one leads now; host 0
-        itself waits at the rendezvous."""
+        """Dial hosts that are missing: a restarted one looks for host 0, and does not know that another leads
+        now; host 0 itself waits at the rendezvous."""
         here, self._dial_at = self._here, _NEVER
         if here.me == 0:
             return

@@ -1,4 +1,4 @@
-"""Where others come in: nobody does who has not proved, quickly and briefly, that he knows the token."""
+"""The door for others: nobody enters without proving, quickly and briefly, that they know the token."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Door:
         emit: Callable[[Refused], None],
         spawn: Callable[[Work], Task],
     ) -> None:
-        """`incoming` gets the connection of whoever has come in within `limit_s`, which is closed when it
-        returns. `spawn` runs what may take long, and ends it when all is closed."""
+        """incoming: gets the connection of whoever has come in within `limit_s`; the connection is closed
+        when it returns. spawn: runs what may take long, and ends it when all is closed."""
         self._token, self._limit_s = token, limit_s
         self._incoming, self._emit, self._spawn = incoming, emit, spawn
         self._complaints = Complaints()
         self._strangers: dict[Task, str] = {}  # their addresses, the oldest first
 
     async def accept(self, listener: socket.socket) -> NoReturn:
-        """Meet all who come, until it is cancelled."""
+        """Meet everyone who comes, until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -48,16 +48,17 @@ class Door:
                 continue
             self._strangers[self._spawn(self._meet(sock, address[0]))] = address[0]
             if len(self._strangers) > MOST_STRANGERS:
-                # Who knows the token needs milliseconds, so the oldest is the least likely to.
+                # Whoever knows the token needs milliseconds, so the oldest stranger is the least likely to
+                # know it.
                 oldest = next(iter(self._strangers))
                 self.complain(self._strangers.pop(oldest), "too many strangers at a time")
                 oldest.cancel()
-            # Of those that wait in the listener's queue each begins before the next comes: a task that is
-            # cancelled before it has begun closes nothing.
+            # Begin each one in the listener's queue before the next comes: a task that is cancelled before it
+            # has begun closes nothing.
             await asyncio.sleep(0)
 
     def complain(self, address: str, why: str) -> None:
-        """Tell that somebody was not let in, if not too much was told lately."""
+        """Report that somebody was not let in, unless too much was reported lately."""
         refused = self._complaints.about(address, why, asyncio.get_running_loop().time())
         if refused is not None:
             self._emit(refused)
@@ -69,7 +70,7 @@ class Door:
         await self.answer(sock, {"no": why, "again_s": again_s})
 
     async def answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
-        """Answer an introduction; it does not matter whether that arrives."""
+        """Answer an introduction; it does not matter whether the answer arrives."""
         try:
             async with asyncio.timeout(self._limit_s):
                 await frames.write(sock, message)
@@ -77,14 +78,15 @@ class Door:
             return
 
     async def _meet(self, sock: socket.socket, address: str) -> None:
-        """One stranger, and all that it does here if it is none."""
+        """Handle one stranger, and everything it does if it is let in."""
         with sock:
             peer = await self._introduced(sock, address)
             if peer is not None:
                 await self._incoming(sock, address, peer)
 
     async def _introduced(self, sock: socket.socket, address: str) -> Hello | None:
-        """Who it is that comes; None, with a complaint, if it does not prove that it may or say who it is."""
+        """Who is coming in; None, with a complaint, if it does not prove that it may, or does not say who it
+        is."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -96,7 +98,7 @@ class Door:
         except TimeoutError:
             self.complain(address, f"it has not said who it is within {self._limit_s:g} s")
         except EOFError as error:
-            if task in self._strangers:  # or it has found out that it need not come in
+            if task in self._strangers:  # or it has learned that it need not come in
                 self.complain(address, str(error))
         except (HandshakeError, frames.FrameError) as error:
             self.complain(address, str(error))

@@ -1,6 +1,6 @@
 """What happens between hosts, in the order in which it is to be believed.
 
-Of one host: Up, then what it Said, then Down; or only Down, if it was dialled in vain.
+About one host: Up, then what it Said, then Down; or only Down, if it was dialled in vain.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Down:
     why: str
     """Printable."""
     surely: bool
-    """There was a link, its agent is not there any more, and its machine says so: its ranks died with it.
-    Otherwise nobody knows what it does now."""
+    """There was a link, its agent is gone, and its machine says so: its ranks died with it. Otherwise nobody
+    knows what it does now."""
     told: bool = False
     """An agent answered and does not want this one; `why` is what it says. Dialling again does not help."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Somebody was not let in. Seldom told, however many come."""
+    """Somebody was not let in. Rarely reported, however many come."""
 
     address: str
     why: str
@@ -59,7 +59,7 @@ Event = Up | Said | Down | Refused
 
 
 class Complaints:
-    """Lets through one complaint in a while, with the number of those that it kept back."""
+    """Lets through one complaint in a while, with the number of those it held back."""
 
     def __init__(self, every_s: float = 10.0) -> None:
         self._every_s = every_s
@@ -67,7 +67,7 @@ class Complaints:
         self._kept_back = 0
 
     def about(self, address: str, why: str, now: float) -> Refused | None:
-        """What is to be told of this one now; None: nothing."""
+        """The event to report now; None: nothing."""
         if now < self._next_s:
             self._kept_back += 1
             return None

@@ -1,4 +1,4 @@
-"""The hands of another host: what a job asks for goes to its agent, what its members say comes from it."""
+"""The hands of another host: requests of a job go to its agent, what its members say comes from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Far:
     def __init__(self, host: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host = host
         self.seen: dict[int, Seen] = {}
-        """What its agent last said of its members."""
+        """What its agent last said about its members."""
         self._send = send
 
     def start(self, starts: Sequence[Start]) -> None:

@@ -1,8 +1,8 @@
-"""The role of an agent whose coordinator is another host's: its ranks do what that one's messages say.
+"""The role of an agent that follows another host's coordinator: its ranks do what that one's messages say.
 
-When it loses the coordinator, those that are left find out whether they may go on, and who leads them
-(succession.py): the one that is to lead asks the others of its side, and each that has lost the coordinator
-as well answers with all that it knows.
+If it loses the coordinator, the remaining agents find out whether they may go on, and who leads them
+(succession.py): the one that is to lead asks the others of its side, and each that has also lost the
+coordinator answers with all that it knows.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Follower:
 
     def __init__(self, here: Here, follow: Follow) -> None:
         self._here, self._leader = here, follow.leader
-        self._lost_since: float | None = None  # without a coordinator
+        self._lost_since: float | None = None  # since when there is no coordinator
         self._why = ""
-        self._asked_by: set[int] = set()  # those who want to lead
+        self._asked_by: set[int] = set()  # hosts that want to lead
         self._asked: set[int] = set()
         self._votes: dict[int, Report] = {}
         self._look_at = self._beats_at = 0.0
@@ -49,13 +49,13 @@ class Follower:
         here.network.lead_to(here.up[follow.leader])
         self._obey(follow.view)
         endings = {member: here.host.endings[member] for member in here.host.crew.ended}
-        if endings:  # some perhaps of a moment when this one had told what it knows, and nobody led
+        if endings:  # perhaps some ended when this host had told what it knows, and nobody led
             self.ended(endings, time.monotonic())
         if here.asked_to_go is not None:
             here.send(follow.leader, {"say": "leave", "number": here.asked_to_go})
 
     def up(self, host: int) -> None:
-        """Whoever looks for the coordinator is told where it is."""
+        """Tell a host that looks for the coordinator where it is."""
 
     def said(self, host: int, message: dict[str, Any]) -> None:
         """Obey the coordinator; answer others."""
@@ -103,7 +103,7 @@ class Follower:
         here.send(self._leader, message)
 
     def signalled(self, number: int) -> None:
-        """SIGINT is meant for the whole job, any other signal for this host; the second one for its ranks."""
+        """SIGINT is for the whole job, any other signal for this host; a second one goes to its ranks."""
         here = self._here
         if number == signal.SIGINT and self._lost_since is None:
             here.send(self._leader, {"say": "signal", "number": number})
@@ -122,7 +122,7 @@ class Follower:
         return self._look_at if self._lost_since is None else self._lost_since + self._patience_s
 
     def on_time(self, now: float) -> None:
-        """Say what is new of the members."""
+        """Say what is new about the members."""
         if self._lost_since is not None:
             if now >= self._lost_since + self._patience_s:
                 self._here.turn = Seek(f"cut off from host {self._leader}, and nobody leads in its place")
@@ -199,7 +199,7 @@ class Follower:
                 starts = starts[starts.index(error.start) + 1 :]
 
     def _dial_others(self) -> None:
-        """A link to each of the others, of which the higher one dials, so that they find each other later."""
+        """Link to each of the others, the higher one dialling, so that they find each other later."""
         here = self._here
         for host, address in here.book.items():
             if (
@@ -221,7 +221,7 @@ class Follower:
         self._answer()
 
     def _elect(self) -> None:
-        """Whether those who are here may go on, and who leads them."""
+        """Find out whether those who are here may go on, and who leads them."""
         here = self._here
         assert here.standing is not None
         side = here.side() - {self._leader}
@@ -237,7 +237,7 @@ class Follower:
             here.turn = Lead({host: self._votes[host] for host in side - {here.me}}, self._why)
 
     def _answer(self) -> None:
-        """Those who want to lead, once this one has lost its coordinator too."""
+        """Answer those who want to lead, once this host has lost its coordinator too."""
         here = self._here
         if self._lost_since is None or here.standing is None or isinstance(here.turn, Seek):
             return

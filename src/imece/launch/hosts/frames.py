@@ -1,4 +1,4 @@
-"""What a connection carries: JSON objects, each behind its length. Nothing that comes in is believed.
+"""What a connection carries: JSON objects, each behind its length. Nothing that comes in is trusted.
 
 4 bytes, big-endian: the length of what follows; 0 is a heartbeat
 a JSON object in UTF-8 of at most FRAME_LIMIT_BYTES
@@ -12,7 +12,7 @@ import socket
 import struct
 from typing import Any, NoReturn
 
-FRAME_LIMIT_BYTES = 1 << 20  # what is said of all ranks fits in, as many as can be started
+FRAME_LIMIT_BYTES = 1 << 20  # fits what is said about all ranks, for the most ranks that can be started
 HEARTBEAT = b"\0\0\0\0"
 GOODBYE = b"\xff\xff\xff\xff"
 """Sent last by an agent that closes a connection and lives on."""
@@ -21,7 +21,7 @@ _PRINTED = 200  # characters
 
 
 class FrameError(Exception):
-    """What came is no frame; the connection is of no use any more."""
+    """What came is no frame; the connection cannot be used any more."""
 
 
 class Goodbye(Exception):
@@ -53,7 +53,7 @@ async def read(sock: socket.socket) -> dict[str, Any] | None:
     if head == GOODBYE:
         raise Goodbye
     (length,) = _LENGTH.unpack(head)
-    if length > FRAME_LIMIT_BYTES:  # before anything is set aside for it
+    if length > FRAME_LIMIT_BYTES:  # before anything is allocated for it
         raise FrameError(f"it declared a message of {length} bytes, of which {FRAME_LIMIT_BYTES} are allowed")
     return unpack(await read_exactly(sock, length)) if length else None
 
@@ -64,7 +64,7 @@ async def write(sock: socket.socket, message: dict[str, Any]) -> None:
 
 
 async def read_exactly(sock: socket.socket, count: int) -> bytes:
-    """`count` bytes, and not one more is taken from the connection. Raises EOFError or OSError."""
+    """Exactly `count` bytes of the connection, no more. Raises EOFError or OSError."""
     loop = asyncio.get_running_loop()
     data = bytearray()
     while len(data) < count:
@@ -76,7 +76,7 @@ async def read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def printable(text: object) -> str:
-    """What a peer says, fit for a terminal: one line of about 200 characters, none of them to control it."""
+    """A peer's text, safe for a terminal: one line of about 200 characters without control characters."""
     text = text if isinstance(text, str) else str(text)
     shown = "".join(c if c.isprintable() else "?" for c in text[:_PRINTED])
     return shown + ("..." if len(text) > _PRINTED else "")

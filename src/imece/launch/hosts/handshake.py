@@ -1,12 +1,13 @@
-"""Both ends of a new connection prove that they know the token, which itself never crosses.
+"""Both ends of a new connection prove that they know the token, without sending it.
 
     dialler  -> listener    MAGIC, a nonce
     listener -> dialler     MAGIC, a nonce
     dialler  -> listener    HMAC-SHA256(token, "dialler", both nonces)
     listener -> dialler     HMAC-SHA256(token, "listener", both nonces), or zeros for "another token"
 
-Fixed lengths: 72 bytes are read from a stranger, and nothing of them is parsed. Who dials proves first, so a
-stranger gets nothing that he could try tokens on. What follows is not encrypted, as what Gloo and NCCL send.
+Fixed lengths: 72 bytes are read from a stranger, and none of them is parsed. The dialler proves first, so a
+stranger gets nothing that he could try tokens on. What follows is not encrypted, just as what Gloo and NCCL
+send.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 
 from imece.launch.hosts.frames import read_exactly
 
-MAGIC = b"imece\0\0\1"  # the last byte: the version of these bytes
+MAGIC = b"imece\0\0\1"  # the last byte is the version of this exchange
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _NO = bytes(_PROOF_BYTES)
@@ -56,7 +57,8 @@ async def demand(sock: socket.socket, token: bytes) -> None:
 
 
 async def _nonce(sock: socket.socket) -> bytes:
-    """The other side's. What is no agent is told by its first bytes, so that it need not send more."""
+    """The other side's nonce. Its first bytes show whether it is an agent, so another program need not send
+    more."""
     magic = await read_exactly(sock, len(MAGIC))
     if magic[:-1] != MAGIC[:-1]:
         raise HandshakeError("it is no agent of imece")
@@ -66,5 +68,5 @@ async def _nonce(sock: socket.socket) -> bytes:
 
 
 def _proof(token: bytes, role: bytes, dialler: bytes, listener: bytes) -> bytes:
-    """All parts but the role have one length, so no two sets of them make the same message."""
+    """All parts but the role have fixed lengths, so no two sets of them make the same message."""
     return hmac.digest(token, MAGIC + role + dialler + listener, "sha256")

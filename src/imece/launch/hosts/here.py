@@ -1,6 +1,6 @@
-"""What an agent has whichever its role is, and the roles that it can turn to.
+"""What an agent has whatever its role, and the roles that it can turn to.
 
-seeks     it has no ranks, and looks for whoever leads the job (seeker.py)
+seeks     it has no ranks, and looks for the agent that leads the job (seeker.py)
 follows   its ranks do what the coordinator's messages say (follower.py)
 leads     it is the coordinator, or host 0 that waits until all have come (coordinator.py)
 """
@@ -25,28 +25,28 @@ from imece.membership.roster import Generation
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of one agent among several."""
+    """What one agent among several should do."""
 
     hosts: int
     me: int
     rendezvous: Address
     limits: Limits
-    """Of all hosts together."""
+    """For all hosts together."""
     grace_s: float
     silent_s: float
-    """After so long without a word a host is silent."""
+    """A host that says nothing for so long is silent."""
     patience_s: float = 600.0
     """How long to look for others."""
 
     @property
     def ranks(self) -> int:
-        """On each host."""
+        """Ranks on each host."""
         return self.limits.ranks // self.hosts
 
 
 @dataclass(frozen=True)
 class Seek:
-    """Look for whoever leads."""
+    """Look for the agent that leads."""
 
     why: str = ""
     """How this host was cut off, in words; "" if it had no part in the job yet, or has said so."""
@@ -62,10 +62,10 @@ class Follow:
 
 @dataclass(frozen=True)
 class Lead:
-    """Lead the job: a new one, or in the place of one that is gone (`why`, in words)."""
+    """Lead the job: a new one, or in place of a lost coordinator (`why`, in words)."""
 
     votes: dict[int, Report] = field(default_factory=dict)
-    """What those say of themselves who will follow."""
+    """Reports of the hosts that will follow."""
     why: str = ""
 
 
@@ -92,23 +92,23 @@ class Here:
         self.up: dict[int, Address] = {}
         """Hosts to which there is a link, and where they listen."""
         self.dead: set[int] = set()
-        """Those whose agents are surely gone."""
+        """Hosts whose agents are surely gone."""
         self.book: dict[int, Address] = {0: plan.rendezvous}
         """Where agents were last heard to listen."""
         self.standing: Standing | None = None
-        """What is known of who may go on; None for one that has no part in the job."""
+        """What is known about who may go on; None if this host has no part in the job."""
         self.snapshot: dict[str, Any] | None = None
-        """What the coordinator last said of the job's generations."""
+        """What the coordinator last said about the job's generations."""
         self.newest = Generation(-1, ())
-        """The newest that was published on this host."""
+        """The newest generation that was published on this host."""
         self.run = ""
         """Names the job for its ranks."""
         self.was_cut_off = False
         """Whether it had a part in the job, and has not come back yet."""
         self.asked_to_go: int | None = None
-        """By which signal, if there was one."""
+        """The signal by which this host was asked to leave, if any."""
         self.view: WideView | None = None
-        """Of somebody who looks on in another thread, as long as this one leads."""
+        """For another thread that watches, while this host leads."""
         self.turn: Turn | None = None
         """The role to turn to."""
         self.outcome: Outcome | None = None
@@ -119,7 +119,7 @@ class Here:
         return self.plan.me
 
     def send(self, host: int, message: dict[str, Any]) -> None:
-        """To the agent of another host, if there is a link."""
+        """Send to the agent of another host, if there is a link."""
         if host in self.up:
             self.network.send(host, message)
 
@@ -131,11 +131,11 @@ class Here:
             self.network.send(host, {"do": "hit", "member": member, "signal": number})
 
     def say(self, line: str) -> None:
-        """To the person who looks on here."""
+        """Print a line for people on this host."""
         self.host.say(f"imece: {line}")
 
     def seen(self) -> dict[int, Seen]:
-        """How the members are that live here."""
+        """The state of the members that live here."""
         host, found = self.host, {}
         living = dict(host.crew.living)
         beats, ready = host.beats(living), host.ready(living)
@@ -159,7 +159,7 @@ class Here:
         return found
 
     def report(self) -> Report:
-        """All that one has to know who begins to lead."""
+        """Everything that a new leader must know."""
         endings = {member: self.host.endings[member] for member in self.host.crew.ended}
         return Report(self.seen(), endings, self.newest)
 
@@ -168,19 +168,19 @@ class Here:
         return of_report(self.report(), time.monotonic())
 
     def how_lost(self, host: int, why: str, surely: bool) -> str:
-        """In words."""
+        """How a host was lost, in words."""
         name = f"host {host} ({self.book[host][0]})" if host in self.book else f"host {host}"
         return f"{name} is gone: its launcher has ended" if surely else f"{name} was lost: {why}"
 
     def side(self) -> set[int]:
-        """This host and those it has a link to, of the ones that count."""
+        """This host and those it has a link to, among the hosts that count."""
         assert self.standing is not None
         return {self.me, *(self.standing.newest.hosts & self.up.keys())}
 
     def note_book(self, said: Sequence[Any]) -> None:
-        """Where agents listen. TypeError or ValueError if it is no such list.
+        """Note where agents listen. TypeError or ValueError if it is no such list.
 
-        Host 0 is where the rendezvous is: if that is a name, it may have another address when it comes again.
+        Host 0 is where the rendezvous is: if that is a name, it may have another address when it comes back.
         """
         for host, address, port in said:
             if int(port) and int(host):

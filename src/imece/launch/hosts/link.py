@@ -20,24 +20,24 @@ class Link:
     """Runs in the loop's thread only. `run` owns the socket and closes it."""
 
     def __init__(self, sock: socket.socket, host: int, address: Address, agent: str) -> None:
-        """`address` is where the peer listens, with port 0 if it does not; `agent` names its process."""
+        """address: where the peer listens, with port 0 if it does not. agent: names its process."""
         self.number = next(_numbers)
         self.host, self.address, self.agent = host, address, agent
         self.heard = 0
         """How many frames have come."""
         self.heard_s = float("-inf")
-        """When the last one did, or this began."""
+        """When the last frame came, or the link began."""
         self.doubted_until = float("-inf")
-        """Until when its end tells nothing about the process at the other end."""
+        """Until when the link's end tells nothing about the process at the other end."""
         self.end_said: tuple[str, bool] | None = None
-        """Why it ended, and whether the process at the other end surely has: of whoever said it first."""
+        """Why it ended, and whether the process at the other end surely has; set by whoever says it first."""
         self.ended = asyncio.Event()
         self._sock = sock
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._backlog_bytes = 0
 
     def send(self, frame: bytes) -> bool:
-        """Send a packed frame after those before it; False if far too much waits already."""
+        """Queue a packed frame; False if far too much waits already."""
         self._backlog_bytes += len(frame)
         self._outgoing.put_nowait(frame)
         return self._backlog_bytes <= _BACKLOG_BYTES
@@ -89,15 +89,15 @@ class Link:
                 self._backlog_bytes -= len(frame)
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # the reader meets it too, after what has come in before it
+            return  # the reader meets the error too, after what came in before it
 
 
 def prepare(sock: socket.socket) -> None:
-    """Options of every connection between agents."""
+    """Set the options of every connection between agents."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        # After a cut of seconds, try again each second: by doubling its waits TCP would stay silent for as
-        # long as the cut was.
+        # After a cut of seconds, retry each second: by doubling its waits, TCP would stay silent for as long
+        # as the cut lasted.
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
     except OSError:
         return  # an older Linux

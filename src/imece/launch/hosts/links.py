@@ -1,6 +1,6 @@
 """The links to other hosts' agents: made, used, and ended, all in the loop's thread.
 
-A link ends when its peer closes it, says what is no message, or is silent for too long.
+A link ends when its peer closes it, sends something that is no message, or is silent for too long.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from imece.launch.silence import Silence
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 0.5
 _PROBE_S = 1.0
-_CLOSE_S = 1.0  # for what was sent last to arrive
+_CLOSE_S = 1.0  # for the last messages to arrive
 _CROSSING_S = 5.0
 Probed = tuple[Literal["there", "refused", "silent"], str | None]
-"""What is there, and the name of its process if it says so."""
+"""What was found at an address, and the name of its process if it says so."""
 
 
 class Links:
-    """All of one agent's, and its tunnels to others and from them."""
+    """All links of one agent, and its tunnels to others and from them."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Links:
         emit: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """`spawn` runs what may take long, and ends it when all is closed."""
+        """spawn: runs what may take long, and ends it when all is closed."""
         self.agent = secrets.token_hex(8)
         self.hello: dict[str, Any] = {}
         self.port = 0
@@ -56,7 +56,7 @@ class Links:
         self._beat_s = 0.0  # when this process last said that it lives
         self._up: dict[int, Link] = {}
         self._dials: dict[int, asyncio.Task[None]] = {}
-        self._speaking: set[int] = set()  # those whom a dial of ours has reached
+        self._speaking: set[int] = set()  # hosts that a dial of ours has reached
         self._checked: set[int] = set()
 
     def _hello(self, purpose: Purpose) -> Hello:
@@ -73,10 +73,10 @@ class Links:
             self._dials.pop(host).cancel()
 
     async def _dial(self, host: int, address: Address, patience_s: float) -> None:
-        """Try until there is a link; if it is this one's, this task is the link's from then on."""
+        """Try until there is a link; if this dial made it, this task serves the link from then on."""
         now = asyncio.get_running_loop().time
         deadline, wait_s = now() + patience_s, _FIRST_RETRY_S
-        tries: dict[str, float] = {}  # until when to try on, by what was said
+        tries: dict[str, float] = {}  # by answer: until when to try on
         while host not in self._up:
             try:
                 sock, peer = await self._reach_host(host, address)
@@ -115,7 +115,7 @@ class Links:
         return sock, peer
 
     async def _incoming(self, sock: socket.socket, address: str, peer: Hello) -> None:
-        """Whoever has proved that it knows the token; the door closes `sock` after this."""
+        """Somebody has proved that it knows the token; the door closes `sock` after this."""
         why_not = self._why_not(peer)
         if why_not is not None:
             await self.door.refuse(sock, address, *why_not)
@@ -146,12 +146,13 @@ class Links:
             self._doubt(self._up[peer.host])
             return f"host {peer.host} is here already", 1.5 * self._silence.limit_s
         if peer.host in self._speaking and peer.host > self._me:
-            # Each has said to the other who it is: the lower one's connection is it, and both see it so.
+            # Each has told the other who it is: the lower one's connection counts, and both see it so.
             return f"host {self._me} is about to reach host {peer.host}", _CROSSING_S
         return None
 
     def _doubt(self, link: Link) -> None:
-        """Another claims to be this host: it may have been started again before its end was noticed."""
+        """Another process claims to be this host: it may have been started again before its end was
+        noticed."""
         if link.number not in self._checked:
             self._checked.add(link.number)
             self._spawn(self._end_if_gone(link))
@@ -162,7 +163,7 @@ class Links:
         self._checked.discard(link.number)
 
     async def _run(self, link: Link, peer: Hello) -> None:
-        """From Up to Down."""
+        """Serve a link, from Up to Down."""
         host = link.host
         self._up[host] = link
         self._emit(Up(host, link.address, peer.hello, link.agent))
@@ -180,10 +181,10 @@ class Links:
             self._emit(Said(link.host, message))
 
     async def _is_gone(self, link: Link) -> bool:
-        """Whether the process at the other end surely is: its port has another owner now, or none.
+        """Whether the process at the other end is surely gone: its port has another owner now, or none.
 
-        Not if one of the two may have been deaf to the other for long, when this process was stopped, say:
-        before it ended the other may have gone on without this host, and together with others that still do.
+        Not if one of the two may not have heard the other for long, as when this process was stopped: before
+        it ended, the other may have gone on without this host, together with others that still do.
         """
         now = asyncio.get_running_loop().time()
         if self._is_long(now - min(self._beat_s, link.heard_s)) or now < link.doubted_until:
@@ -194,8 +195,8 @@ class Links:
         return answer == "refused" or (answer == "there" and agent not in (None, link.agent))
 
     async def probe(self, address: Address, within_s: float) -> Probed:
-        """What there is, and the agent's name if it says so. A process that is just ending takes connections
-        until its port is closed; so one that does not answer is asked again."""
+        """What is there, and the agent's name if it says so. A process that is just ending accepts
+        connections until its port is closed; so one that does not answer is asked again."""
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -222,7 +223,7 @@ class Links:
             link.end("it takes nothing from its connection", surely=False)
 
     def drop(self, host: int, *, lives_on: bool = True) -> None:
-        """End a dial, and a link once all is sent; no event of it comes from now on."""
+        """End a dial, and a link once all is sent; from now on there are no events of it."""
         self._end_dial(host)
         link = self._up.pop(host, None)
         if link is not None:
@@ -235,7 +236,7 @@ class Links:
         return 0 < self._silence.limit_s / 2 < silent_s
 
     async def beat(self) -> None:
-        """Say to all that this process lives, and notice who does not."""
+        """Tell all that this process lives, and notice who does not."""
         now = asyncio.get_running_loop().time
         self._beat_s = now()
         while True:
@@ -244,7 +245,7 @@ class Links:
             self._beat_s = now()
             for link in self._up.values():
                 if stopped or self._is_long(now() - link.heard_s):
-                    # What has come meanwhile is about to be read, and its end may be among it.
+                    # What has come meanwhile is about to be read, perhaps including the link's end.
                     link.doubted_until = now() + self._silence.limit_s / 2
             for host in list(self._up):
                 self.send(host, frames.HEARTBEAT)

@@ -1,11 +1,11 @@
-"""The links of one agent to those of the other hosts, in a thread of their own; what happens are events.
+"""The links of one agent to those of the other hosts, in a thread of their own; what happens becomes events.
 
     with Network(token, me=0, job="imece", silent_s=10.0) as network:
         port = network.listen("10.0.0.1", 29400)
         ...                                        # wait until network.wake is readable
         for event in network.events(): ...
 
-A link ends when its peer closes it, says what is no message, or is silent for too long.
+A link ends when its peer closes it, sends something that is no message, or is silent for too long.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from imece.store import listen_here
 
 
 class Network:
-    """Leaving its block closes all, so the ranks of this host must have ended by then: others take the
+    """Leaving its block closes everything. By then the ranks of this host must have ended: others take the
     closed port for a sign of that.
     """
 
     def __init__(self, token: bytes, me: int, job: str, *, silent_s: float, handshake_s: float = 5.0) -> None:
-        """`me`: this host's rank. A link that hears nothing for `silent_s` ends (0: never); a stranger has
+        """me: this host's rank. A link that hears nothing for `silent_s` ends (0: never); a stranger has
         `handshake_s` to prove who he is. UserError if loopback is down."""
         tunnel = listen_here()
         tunnel.setblocking(False)
@@ -70,12 +70,12 @@ class Network:
 
     @property
     def agent(self) -> str:
-        """Names this process among those that were this host's agent."""
+        """Names this process among those that have been this host's agent."""
         return self._links.agent
 
     @property
     def hello(self) -> dict[str, Any]:
-        """What a peer gets to know with its Up; may be replaced at any time, by less than 1 MiB of JSON."""
+        """What a peer learns with its Up; may be replaced at any time, by less than 1 MiB of JSON."""
         return self._links.hello
 
     @hello.setter
@@ -84,7 +84,7 @@ class Network:
         self._links.hello = hello
 
     def events(self) -> list[Event]:
-        """What has happened since the last call; never waits."""
+        """The events since the last call; never waits."""
         with contextlib.suppress(BlockingIOError):
             while self.wake.recv(4096):  # before the events: one that comes in between wakes again
                 pass
@@ -97,9 +97,10 @@ class Network:
         return events
 
     def listen(self, address: str, port: int = 0) -> int:
-        """Take links at `address` alone, at a free port for port 0; the port. Once, and before `dial`.
+        """Take links at `address` alone, at a free port for port 0; returns the port. Once, and before
+        `dial`.
 
-        Raises UserError if that cannot be.
+        UserError if that is impossible.
         """
         assert not self._links.port, "an agent has one port"
         try:
@@ -116,27 +117,26 @@ class Network:
         return self._links.port
 
     def dial(self, host: int, address: Address, *, patience_s: float) -> None:
-        """Make a link to `host`, in the background. Up or Down follows, the latter after `patience_s` or when
-        an agent there does not want this one. Takes the place of an earlier dial; not if it is Up."""
+        """Make a link to `host`, in the background. Up or Down follows, Down after `patience_s` or when an
+        agent there does not want this one. Replaces an earlier dial, unless its link is Up."""
         self._call(self._links.dial, host, address, patience_s)
 
     def send(self, host: int, message: dict[str, Any]) -> None:
-        """Send JSON of at most 1 MiB, in order; dropped if there is no link. Raises ValueError if it is too
-        long."""
+        """Send JSON of at most 1 MiB, in order; dropped if there is no link. ValueError if it is too long."""
         self._call(self._links.send, host, frames.pack(message))
 
     def drop(self, host: int) -> None:
-        """Close the link after what was sent, and end a dial; no event of it comes from now on but those that
-        are there already."""
+        """Close the link after what was sent, and end a dial; from now on only its earlier events come."""
         self._call(self._links.drop, host)
 
     def probe(self, address: Address, within_s: float) -> Literal["there", "refused", "silent"]:
-        """Whether an agent listens there; refused: the machine says that nothing does. Waits for it."""
+        """Whether an agent listens there; refused: the machine says that nothing does. Waits for the
+        answer."""
         probing = self._links.probe(address, within_s)
         return asyncio.run_coroutine_threadsafe(probing, self._loop).result()[0]
 
     def serve_store(self, port: int | None) -> None:
-        """Tunnels of hosts that are Up lead to this port of the own loopback; None: they wait."""
+        """Lead tunnels of hosts that are Up to this port of the own loopback; None: they wait."""
         self._call(self._links.tunnels.serve_store, port)
 
     def lead_to(self, target: Target) -> None:
@@ -148,7 +148,7 @@ class Network:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` in the loop. An error that it does not expect is raised by `events`."""
+        """Run `work` in the loop. `events` raises its unexpected errors."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -172,7 +172,7 @@ class Network:
             self._waker.send(b"\0")
 
     async def _close(self) -> None:
-        """End everything; the port first, so that links that end are a sign."""
+        """End everything; the port first, so that the end of links is a sign."""
         for task in self._accepting:
             task.cancel()
         await asyncio.wait(self._accepting)
@@ -187,11 +187,11 @@ class Network:
 
 
 def _bound(address: str, port: int) -> socket.socket:
-    """A socket that listens there; OSError if it cannot."""
+    """A socket that listens there; OSError if that is impossible."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Closed connections of an earlier agent at this port must not keep a later one from it.
+        # Closed connections of an earlier agent at this port must not block a later one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(128)

@@ -3,7 +3,7 @@
     dialler  -> listener    Hello: what for, and who
     listener -> dialler     Hello, or {"no": why, "again_s": for how long it is worth trying}
 
-Both after the handshake, so from one that knows the token; it may still be of another version or job.
+Both come after the handshake, so from someone who knows the token, but perhaps of another version or job.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Unreached(ConnectionError):
         self, why: str, *, refused: bool = False, told: bool = False, again_s: float | None = None
     ) -> None:
         """refused: nothing listens there. told: an agent said so. again_s: for how long it is worth trying
-        on; None: for as long as one likes."""
+        on; None: without limit."""
         super().__init__(why)
         self.refused, self.told, self.again_s = refused, told, again_s
 
@@ -52,7 +52,7 @@ class Hello:
     port: int
     """Where it listens; 0 if it does not."""
     hello: dict[str, Any]
-    """Of whoever uses the network."""
+    """From the user of the network."""
 
     @staticmethod
     def of(message: dict[str, Any] | None) -> Hello:
@@ -83,7 +83,7 @@ async def reach(
 ) -> tuple[socket.socket, Hello]:
     """A connection to the agent at `address`, and who that is; `limit_s` is for what follows the connection.
 
-    speak: called just before this side says who it is; may raise Unreached, as this does.
+    speak: called just before this side says who it is; may raise Unreached, as this function does.
     """
     sock = await _connect(address)
     where = describe(address)
@@ -119,11 +119,11 @@ async def reach(
 
 
 async def _connect(address: Address) -> socket.socket:
-    """A connection to the first of the addresses that `address` stands for that takes one."""
+    """A connection to the first address for `address` that accepts one."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter: no host's name at all
+    except (OSError, UnicodeError) as error:  # UnicodeError: this is no host name at all
         why = error.strerror if isinstance(error, OSError) else "it is no host's name"
         raise Unreached(f"{address[0]!r} is not a host that can be found: {why}") from None
     failure = Unreached(f"{describe(address)} does not answer")

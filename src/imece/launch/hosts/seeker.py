@@ -1,6 +1,6 @@
-"""The role of an agent that has no part in the job: yet, or no longer, since it was cut off.
+"""The role of an agent without a part in the job: not yet, or no longer, since it was cut off.
 
-Whoever was cut off ends its ranks at once, for others may be going on without them, and then shows up.
+A host that was cut off ends its ranks at once, as others may be going on without them, and then reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from imece.launch.processes import Ending, Outcome
 
 _AGAIN_S = 1.0
 SILENT_S = 5.0
-"""Who waits for longer is told for what."""
+"""An agent that waits for longer prints what it waits for."""
 
 
 class Seeker:
@@ -32,7 +32,7 @@ class Seeker:
         self._shows = False
         self._dial_at: dict[int, float] = {}
         self._why_not = ""
-        self._asked: dict[int, str] = {}  # whom it has asked to be taken in, and as what they led
+        self._asked: dict[int, str] = {}  # hosts that were asked to take this one in, and as what they led
         self._members = 1 + max(here.host.endings.keys() | here.host.crew.living.keys(), default=-1)
         here.standing = None
         here.network.serve_store(None)
@@ -46,13 +46,13 @@ class Seeker:
         self.on_time(time.monotonic())
 
     def up(self, host: int) -> None:
-        """Say what this one wants."""
+        """Say what this host wants."""
         self._dial_at.pop(host, None)
         if self._shows:
             self._here.send(host, {"say": "role", "role": "seeks"})
 
     def said(self, host: int, message: dict[str, Any]) -> None:
-        """Somebody who leads is asked to take this host in."""
+        """Ask a host that leads to take this one in."""
         here = self._here
         match message:
             case {"say": "role", "role": "leads" | "gathers", "id": str(name)} if self._shows:
@@ -103,7 +103,7 @@ class Seeker:
         return min([self._until, self._say_at, *self._dial_at.values()])
 
     def on_time(self, now: float) -> None:
-        """Show up once no rank is left here."""
+        """Report once no rank is left here."""
         here = self._here
         if not self._shows and not here.host.crew.living:
             self._shows = True

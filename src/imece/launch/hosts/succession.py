@@ -3,15 +3,15 @@
     coordinator   the host whose agent makes generations; every other one follows it
     side          a coordinator and those that follow it. A host follows one at a time, and turns to another
                   only when it has lost its coordinator
-    dead          surely so. Of a host that is only silent nobody knows whether it goes on
+    dead          surely so. Nobody knows whether a host that is only silent goes on
     published     a generation that its coordinator has told to some of its hosts
     settled       one that all of its hosts, and a side that may go on, are known to have heard of
 
 A side may go on if it has more than half of a generation's hosts, or half of them and its coordinator, or if
-all others are dead. As two sides have no host in common, no two may. But for that all must count alike, and
-whoever has not heard of the newest generation counts the hosts of an older one. So a newer one counts beside
-the older ones until it is settled: a side must have enough of each, and whoever has joined since is nobody in
-an older one, even if it was in that: it has forgotten what it knew.
+all others are dead. As two sides have no host in common, no two sides may. But for that all must count alike,
+and a host that has not heard of the newest generation counts the hosts of an older one. So a newer generation
+counts beside the older ones until it is settled: a side must have enough of each. A host that has joined
+since does not count in an older one, even if it was in that: it has forgotten what it knew.
 
 The dead are not simply left out of the count: they may have gone on elsewhere before they died.
 """
@@ -30,9 +30,9 @@ class Published:
     number: int
     hosts: frozenset[int]
     coordinator: int
-    """The one that published it."""
+    """The host that published it."""
     joined: frozenset[int] = frozenset()
-    """Those of them that did not follow it before, but came, or came again."""
+    """Hosts that did not follow it before, but came, or came again."""
 
     def enough(self, side: Collection[int], dead: Collection[int]) -> bool:
         """Whether `side` may go on, as far as this generation is concerned."""
@@ -44,8 +44,8 @@ class Published:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one host knows of the generations that count. A host that may not go on forgets it; it gets a new
-    one from those whom it joins."""
+    """What one host knows about the generations that count. A host that may not go on forgets it; it gets a
+    new one from those whom it joins."""
 
     settled: Published
     newer: tuple[Published, ...] = ()
@@ -53,7 +53,7 @@ class Standing:
 
     @property
     def newest(self) -> Published:
-        """Whose coordinator is the one to follow."""
+        """The generation whose coordinator is the one to follow."""
         return self.newer[-1] if self.newer else self.settled
 
     def may_go_on(self, side: Collection[int], dead: Collection[int]) -> bool:
@@ -71,21 +71,21 @@ class Standing:
         return Published(self.newest.number + 1, joined.union(side), coordinator, joined)
 
     def publish(self, published: Published) -> Self:
-        """... and with that what whoever hears of it knows; it says so to its coordinator."""
+        """... and what a host that hears of it then knows; the host says so to its coordinator."""
         return self._with([self.settled], [*self.newer, published])
 
     def acknowledged(self, by: Collection[int], dead: Collection[int]) -> Self | None:
-        """What its coordinator knows when `by`, itself among them, have said that they have heard of the
-        newest one and follow it: that it is settled. None: not yet."""
+        """What its coordinator knows when the hosts `by`, including itself, have said that they have heard of
+        the newest generation and follow it: that it is settled. None: not yet."""
         enough = self.newest.hosts.issubset(by) and self.may_go_on(by, dead)
         return self.settle(self.newest) if enough else None
 
     def settle(self, published: Published) -> Self:
-        """It is settled, so the older ones count no more."""
+        """The generation is settled, so older ones no longer count."""
         return self._with([self.settled, published], self.newer)
 
     def merged(self, other: Standing) -> Self:
-        """What two hosts of one side know together; a new coordinator has to know what all of its side do."""
+        """What two hosts of one side know together; a new coordinator must know what all of its side do."""
         return self._with([self.settled, other.settled], [*self.newer, *other.newer])
 
     def cut_off(self, side: Collection[int], dead: Collection[int]) -> str:
@@ -105,7 +105,7 @@ class Standing:
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Self:
-        """What `message` says; ValueError if that is nothing."""
+        """What `message` says; ValueError if it is not valid."""
         known = message.get("known")
         if not isinstance(known, list) or not known:
             raise ValueError("no standing")

@@ -17,18 +17,18 @@ from imece.errors import UserError
 TOKEN = "IMECE_TOKEN"
 TOKEN_FILE = "IMECE_TOKEN_FILE"
 VARIABLES = (TOKEN, TOKEN_FILE)
-"""To be taken out of the environment of what a launcher starts."""
+"""Variables to remove from the environment of whatever a launcher starts."""
 LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
 _POLL_S = 0.1
 
 
 def token_path(environ: Mapping[str, str]) -> Path:
-    """The file that holds the token where the environment does not. UserError if nobody knows of a home."""
+    """The file that holds the token if the environment does not. UserError if there is no home folder."""
     try:
         if environ.get(TOKEN_FILE):
             return Path(environ[TOKEN_FILE]).expanduser()
-        # As the specification has it: a relative path in XDG_CONFIG_HOME is to be ignored.
+        # The specification says: ignore a relative path in XDG_CONFIG_HOME.
         config = Path(environ.get("XDG_CONFIG_HOME") or "")
         if not config.is_absolute():
             config = Path(environ.get("HOME") or Path.home()) / ".config"
@@ -42,10 +42,10 @@ def token_path(environ: Mapping[str, str]) -> Path:
 def find_token(
     environ: Mapping[str, str], *, create: bool, patience_s: float = 5.0
 ) -> tuple[bytes, str | None]:
-    """The token, and one line to print if a new one was written (`create`: where there is none).
+    """The token, and one line to print if a new one was written (`create`: write one if there is none).
 
     Without `create` the file may come within `patience_s`: hosts often share a home, and start together.
-    Raises UserError if there is none, if it is short, or if others can read the file.
+    UserError if there is none, if it is short, or if others can read the file.
     """
     if TOKEN in environ:
         return _checked(environ[TOKEN].encode(errors="surrogateescape"), TOKEN), None
@@ -71,7 +71,7 @@ def find_token(
 def _read(path: Path) -> bytes | None:
     """The token in `path`; None if there is no such file."""
     try:
-        # Not to wait for a writer, if it is a pipe; the checks below are on what was opened, not on a name.
+        # Do not wait for a writer, if it is a pipe; the checks below are on what was opened, not on a name.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -94,7 +94,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path) -> str | None:
-    """Write a new token to `path`, whole or not at all, and say so; None if there is one by now."""
+    """Write a new token to `path`, completely or not at all, and say so; None if there is one by now."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def _write(path: Path) -> str | None:
         try:
             with open(fd, "w") as file:
                 file.write(secrets.token_hex(32) + "\n")
-            os.link(beside, path)  # unlike a rename, it never takes the place of one that is there
+            os.link(beside, path)  # unlike a rename, a link never replaces an existing file
         finally:
             beside.unlink()
     except FileExistsError:

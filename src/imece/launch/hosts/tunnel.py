@@ -1,8 +1,8 @@
-"""The ranks' way to the store where they meet, over whatever agent serves it.
+"""The ranks' way to the store where they meet, whichever agent serves it.
 
-A rank connects to a port of its own host's loopback, and so needs to know nothing of hosts. Its connection
-leads to a store on this host's loopback, or through another agent to the store on that one's. Nothing is read
-from a rank before there is somebody to pass it on to.
+A rank connects to a port of its own host's loopback, and so need not know anything about hosts. Its
+connection leads to a store on this host's loopback, or through another agent to the store on that one's.
+Nothing is read from a rank before there is somebody to pass it on to.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from imece.world import LOOPBACK
 
 Work = Coroutine[Any, Any, None]
 Target = int | Address | None
-"""A port of the own loopback, where another agent listens, or nowhere yet."""
+"""A port of the own loopback, the address of another agent, or nowhere yet."""
 _RETRY_S = 0.1
 _PIECE_BYTES = 1 << 18
 _ESTABLISHED = 1  # linux/tcp_states.h
 
 
 class Tunnels:
-    """All of one host's. Runs in the loop's thread only."""
+    """All tunnels of one host. Runs in the loop's thread only."""
 
     def __init__(
         self, reach: Callable[[Address], Awaitable[socket.socket]], spawn: Callable[[Work], object]
     ) -> None:
-        """`reach` makes a connection that the agent at that address leads on to its store, or OSError.
-        `spawn` runs what may take long, and ends it when all is closed."""
+        """reach: makes a connection that the agent at that address passes on to its store, or raises OSError.
+        spawn: runs what may take long, and ends it when all is closed."""
         self.store_port: int | None = None
-        """The store that others' tunnels lead to."""
+        """The store that tunnels of others lead to."""
         self._reach, self._spawn = reach, spawn
         self._target: Target = None
         self._changed = asyncio.Event()
-        self._leading: dict[asyncio.Task[Any], Target] = {}  # where those that have connected lead
+        self._leading: dict[asyncio.Task[Any], Target] = {}  # where established connections lead
         self._served: dict[asyncio.Task[Any], tuple[int, int]] = {}  # from which host, to which port
 
     def lead_to(self, target: Target) -> None:
@@ -48,7 +48,7 @@ class Tunnels:
         _cancel(task for task, to in self._leading.items() if to != target)
 
     def serve_store(self, port: int | None) -> None:
-        """Where tunnels of other hosts lead; those that lead elsewhere are closed."""
+        """Where tunnels of other hosts lead from now on; those that lead elsewhere are closed."""
         self.store_port = port
         _cancel(task for task, (_, to) in self._served.items() if to != port)
 
@@ -75,13 +75,13 @@ class Tunnels:
         try:
             await carry(sock, await connect_loopback(port))
         except OSError:
-            return  # an end that is gone: the rank sees its connection close
+            return  # one end is gone: the rank sees its connection close
         finally:
             del self._served[task]
             sock.close()
 
     async def _lead(self, near: socket.socket) -> None:
-        """One rank's connection: wait for where to lead it, then carry."""
+        """One rank's connection: wait for a target, then carry."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -97,7 +97,7 @@ class Tunnels:
             near.close()
 
     async def _lead_somewhere(self, near: socket.socket) -> tuple[Target, socket.socket | None]:
-        """A connection to where ranks are led; None if the rank gives up before there is one."""
+        """A connection to the present target; None if the rank gives up before there is one."""
         while not has_closed(near):
             target, changed = self._target, self._changed
             if target is not None:
@@ -119,7 +119,7 @@ class Tunnels:
 
 
 async def carry(one: socket.socket, other: socket.socket) -> None:
-    """Pass bytes on both ways until both ends have closed; then both sockets are. Raises OSError."""
+    """Pass bytes in both directions until both ends have closed; then close both sockets. Raises OSError."""
     ways = [asyncio.create_task(_pass_on(one, other)), asyncio.create_task(_pass_on(other, one))]
     try:
         await asyncio.gather(*ways)

@@ -1,4 +1,4 @@
-"""Generations that another launcher can go on with: what it has to know, and what it may find beyond that."""
+"""Generations that another launcher can continue: what it must know, and what it may find beyond that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WideGenerations(Generations):
     """The members of a job on several hosts, any of which may come to lead it."""
 
     def snapshot(self) -> dict[str, Any]:
-        """All that another launcher must know to go on in the place of this one, as JSON."""
+        """All that another launcher must know to continue in place of this one, as JSON."""
         newest = self.newest
         return {
             "newest": [newest.number, list(newest.members)],
@@ -31,7 +31,7 @@ class WideGenerations(Generations):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what another's snapshot says. KeyError, TypeError or ValueError if it is none."""
+        """Become what another's snapshot says. KeyError, TypeError or ValueError if it is not valid."""
         number, members = snapshot["newest"]
         self.newest = Generation(int(number), tuple(map(int, members)))
         self.slots = {int(member): int(slot) for member, slot in snapshot["slots"]}
@@ -46,14 +46,15 @@ class WideGenerations(Generations):
         self._started_s = dict.fromkeys(self.slots, 0.0)
 
     def follow_up(self, newest: Generation | None, members: int) -> None:
-        """There may have been a newer generation, and `members` numbers of members, than is known here."""
+        """There may have been a newer generation, and more members (`members` numbers), than is known
+        here."""
         self._members = max(self._members, members)
         if newest is not None and newest.number > self.newest.number:
             self.newest = newest
             self.joining = [member for member in self.joining if member not in newest.members]
 
     def resume(self, member: int, slot: int) -> None:
-        """It lives, whatever the snapshot said."""
+        """A member lives, whatever the snapshot said."""
         if member not in self.slots:
             self.slots[member], self._started_s[member] = slot, 0.0
             if member not in self.newest.members:

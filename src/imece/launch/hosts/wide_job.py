@@ -1,6 +1,6 @@
-"""A job on several hosts: they come, leave and are lost, and another launcher may go on with it.
+"""A job on several hosts: hosts come, leave and are lost, and another launcher may continue it.
 
-parting   a host whose members are to leave in order: nobody is started there any more
+parting   a host whose members will leave in order: nobody is started there any more
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from imece.membership.roster import Generation
 
 
 class WideJob(Job):
-    """The ranks of one run, on the hosts whose hands it has at the moment."""
+    """The ranks of one run, on the hosts that it has at the moment."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class WideJob(Job):
         per_host: int,
         anew: Callable[[], None],
     ) -> None:
-        """`anew` is called when all ranks have ended, before they start again."""
+        """anew: called when all ranks have ended, before they start again."""
         super().__init__(limits, grace_s, False, hands, per_host)
         self.generations: WideGenerations = WideGenerations(limits)
         self.all_endings: dict[int, Ending] = {}
-        """Of members on all hosts."""
+        """Endings of members on all hosts."""
         self._anew = anew
         self._parting: set[int] = set()
         self._set_places()
@@ -99,13 +99,13 @@ class WideJob(Job):
         self._end_ranks(self._by_host(self.generations.slots).get(host, []), signal.SIGKILL, 0.0)
 
     def release(self, host: int) -> None:
-        """Nothing is to be done on that host any more: it has no members."""
+        """Nothing remains to be done on that host: it has no members."""
         del self.hands[host]
         self._parting.discard(host)
         self._set_places()
 
     def lose(self, hosts: Mapping[int, str], now: float) -> None:
-        """These hosts are gone with all their members; in words, how."""
+        """These hosts are gone with all their members. hosts: how, in words."""
         for host in hosts:
             self.release(host)
         slots = self.generations.slots.items()
@@ -115,10 +115,10 @@ class WideJob(Job):
     def resume(
         self, snapshot: Mapping[str, Any], reports: Mapping[int, Report], why: str, now: float
     ) -> None:
-        """Go on in the place of another host's job, with what all hosts that are left report of themselves.
+        """Continue another host's job, with the reports of all hosts that are left.
 
-        why: in words, how those members ended that nobody reports. KeyError, TypeError or ValueError if
-        `snapshot` is none.
+        why: in words, how members ended that nobody reports. KeyError, TypeError or ValueError if `snapshot`
+        is not valid.
         """
         generations = self.generations
         generations.restore(snapshot)
@@ -138,7 +138,7 @@ class WideJob(Job):
         if not self.is_calm or not generations.slots:
             return
         if generations.newest.number == number:
-            self._publish(generations.renew())  # the store in which the last one was meeting is gone
+            self._publish(generations.renew())  # the store in which the last generation was meeting is gone
         if not generations.is_ending:
             taken = {*generations.slots.values(), *(slot for _, slot in self._replacements)}
             self._replacements += [

@@ -1,4 +1,4 @@
-"""A running job on several hosts as a thread beside the agent that leads it sees it."""
+"""A running job on several hosts, as seen by another thread beside the agent that leads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imece.membership.roster import Generation
 
 @dataclass(frozen=True)
 class _Known:
-    """What the one that leads knows at a moment; replaced as a whole, for another thread reads it."""
+    """What the leader knows at a moment; replaced as a whole, as another thread reads it."""
 
     newest: int = -1
     generations: Mapping[int, Generation] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class _Known:
 
 
 class WideView:
-    """Its own roster: what members say comes from the agents of their hosts, and is a moment old."""
+    """It is its own roster: what members say comes from the agents of their hosts, and is a moment old."""
 
     def __init__(self, per_host: int, hit: Callable[[int, int, int], None]) -> None:
         """per_host: ranks. hit: called with a host, a member there, and the number of a signal for it."""
@@ -41,7 +41,7 @@ class WideView:
         return self
 
     def look(self, job: WideJob, seen: Mapping[int, Seen]) -> None:
-        """The agent that leads says how things are."""
+        """The agent that leads tells how things are."""
         for member, each in seen.items():
             for generation, time_s, again in each.gone_on:
                 self._gone_on.setdefault((member, generation), (time_s, again))
@@ -59,11 +59,11 @@ class WideView:
         }
 
     def ending(self, member: int) -> Ending | None:
-        """How it ended; None as long as it lives, or if there is none."""
+        """How it ended; None while it lives, or if there is no such member."""
         return self._known.endings.get(member)
 
     def signal(self, member: int, number: int) -> bool:
-        """Have a signal sent to it by its own host; False if it has ended."""
+        """Make its host send it a signal; False if it has ended."""
         place = self.living().get(member)
         if place is None:
             return False
@@ -71,7 +71,7 @@ class WideView:
         return True
 
     def end(self) -> None:
-        """End the job as a person's Ctrl-C would, or SIGTERM where that is ignored."""
+        """End the job as Ctrl-C would, or SIGTERM if that is ignored."""
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGINT)
 
@@ -80,7 +80,8 @@ class WideView:
         return self._known.newest
 
     def generation(self, number: int) -> Generation:
-        """One that was seen here; one that was over at once may not have been, and then has no members."""
+        """A generation that was seen here; one that was over at once may not have been, and then has no
+        members."""
         return self._known.generations.get(number, Generation(number, ()))
 
     def all_resilient(self, members: Iterable[int]) -> bool:

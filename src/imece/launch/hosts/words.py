@@ -1,7 +1,7 @@
-"""What agents say about members to each other, as JSON and back.
+"""What agents tell each other about members, as JSON and back.
 
-A peer knows the token, and may still say anything: KeyError, TypeError or ValueError where it is not what is
-written here. Times travel as ages, for the clocks of two hosts have nothing in common.
+A peer knows the token, and may still say anything: KeyError, TypeError or ValueError if a message is not as
+written here. Times travel as ages, since the clocks of two hosts have nothing in common.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
 from imece.status import Failure
 
-_ALL_MESSAGES = 30_000  # characters of exceptions' messages in one frame, of up to 6 bytes each
+_ALL_MESSAGES = 30_000  # characters of exception messages in one frame, of up to 6 bytes each
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a member that lives on another host."""
+    """What is known about a member that lives on another host."""
 
     slot: int
     pid: int
     beats: int | None
-    """None before its first."""
+    """None before its first beat."""
     steps: int
     ready: bool
     resilient: bool
     gone_on: tuple[tuple[int, float, int], ...] = ()
-    """(generation, when it finished its first step in that, how many it had to make again)."""
+    """(generation, when it finished its first step in that, how many steps it had to make again)."""
     closed: bool = False
     """Whether it has told that it leaves in order."""
     lost: int = -1
@@ -39,11 +39,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Report:
-    """How a host is, for one who has just become the leader."""
+    """The state of a host, for an agent that has just become the leader."""
 
     members: dict[int, Seen]
     endings: dict[int, Ending]
-    """Of those that are not forgotten yet."""
+    """Of members that are not forgotten yet."""
     newest: Generation
     """The newest generation that was published there; number -1: none."""
 
@@ -151,7 +151,7 @@ def to_report(said: Mapping[str, Any], host: int, now: float) -> Report:
 
 
 def of_outcome(outcome: Outcome) -> dict[str, Any]:
-    """With where the cause was, but not what: that is in the line."""
+    """With where the cause was, but not what it was: the line says that."""
     cause = outcome.cause
     where = None if cause is None else [cause.host, cause.pid]
     return {"status": outcome.status, "line": outcome.line[:2000], "cause": where}
