@@ -277,7 +277,7 @@ def _run_rank(
         message = _RESULT + encode(fn(*args))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseException as raised:  # SystemExit too: the parent reports whatever it is
+    except BaseException as raised:  # noqa: BLE001  (SystemExit too: the parent reports it)
         # Asking only for the number of GPUs in the parent is enough to break CUDA here, and only the copy
         # notices.
         bad_copy = torch.cuda._is_in_bad_fork() and "forked subprocess" in str(raised)
