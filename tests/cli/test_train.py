@@ -95,10 +95,10 @@ def test_help_explains_every_option(
     "command, words, last",
     [
         ("train", "What each rank holds", "(default: "),
-        ("train", "On GPUs, what lies in the host's memory", "(default: "),
+        ("train", "On GPUs: what lies in the host's memory", "(default: "),
         ("train", "A rank is called slow", "(default: "),
-        ("launch", "How many times in all a dead rank", "all are never started again."),
-        ("plan", "none: bf16, or where that is not multiplied fp16", "(torchao, with --compile)."),
+        ("launch", "How often in all a dead rank", "all ranks are never started again."),
+        ("plan", "Number format.", "fp32 on CPUs."),
     ],
 )
 def test_a_wide_screen_has_each_option_on_a_line(

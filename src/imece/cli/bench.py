@@ -52,27 +52,27 @@ _IDLE = ", on an idle machine with two cores"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is different from one benchmark to the next."""
+    """One benchmark: its options, how it runs, and how its results are judged."""
 
     summary: str
-    """In the list of all."""
+    """One line for the list of all benchmarks."""
     text: str
-    """In its own help."""
+    """The text at the top of its own help."""
     options: type[Any]
-    """With a plan(), and the files to write to."""
+    """A dataclass with a method plan() and the files to write to."""
     run: Callable[[Any, Callable[[str], None]], Any]
-    """Of a plan and of who is told of it line by line: results."""
+    """(plan, function that is told each line of progress) -> results."""
     judged: Callable[[Any], Sequence[str]] | None = None
-    """Of results: a line for each target."""
+    """results -> a line for each target."""
     whose: str = ""
     """What its targets take for granted."""
     as_json: Callable[[Any, Any], Mapping[str, Any]] = lambda plan, results: results.as_json()
     failed: Callable[[Any], bool] = lambda results: False
-    """Whether a result is wrong, so that the exit status is 1."""
+    """results -> whether one is wrong, so that the exit status is 1."""
     finish: Callable[[Any, Any], None] = lambda options, results: None
-    """Of options and results: says and writes what else there is."""
+    """(options, results) -> None: prints and writes whatever else there is."""
     measures: bool = True
-    """This machine, which is described first."""
+    """Whether it measures this machine, which is then described first."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -252,7 +252,7 @@ BENCHMARKS = {
         failed=lambda results: bool(results.odd_ones),
     ),
 }
-_PARAMETERS = Benchmark(  # of `step`, with --parameters
+_PARAMETERS = Benchmark(  # `bench step --parameters`
     "",
     "",
     StepOptions,

@@ -18,25 +18,25 @@ class GpuOptions:
     """Options of `imece bench gpu`."""
 
     parts: str = ",".join(PARTS)
-    """Which: a step with and without wrappers, compiled, in sharded strategies, the loop of imece train, the
-    optimizer alone."""
+    """Which parts: a step with and without wrappers, compiled, in sharded strategies, the loop of imece
+    train, the optimizer alone."""
     model: Literal["tiny", "small", "medium", "1.3b"] = "1.3b"
-    """A preset, in bf16."""
+    """A preset of the model, in bf16."""
     sequences: int = 4
-    """Sequences of a step, each as long as the model's context."""
+    """Sequences per step, each as long as the model's context."""
     rounds: int = 5
-    """Alternating rounds."""
+    """Rounds, in each of which all ways are measured."""
     steps: int = 5
-    """Training steps of a round."""
+    """Training steps in each round."""
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: only with --model tiny, to see that it works, not to quote."""
     json: Path | None = None
     """Write all figures to this file."""
     trace: Path | None = None
-    """Write what torch's profiler saw of some of imece's steps to this file (open it in Perfetto)."""
+    """Write what torch's profiler saw of some steps of imece to this file (open it in Perfetto)."""
 
     def plan(self) -> gpu.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         at_least_one(self.sequences, "--sequences")
         at_least_one(self.rounds, "--rounds")
         at_least_one(self.steps, "--steps")

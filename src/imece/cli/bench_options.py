@@ -1,4 +1,4 @@
-"""The options of `imece bench`: one dataclass a benchmark, and the plan it makes of them."""
+"""Options of `imece bench`: one dataclass for each benchmark, whose plan() says what to measure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class CollectivesOptions:
     ranks: str = "2"
     """Numbers of ranks, for instance 2,4."""
     sizes: str = "1KiB..256MiB,6MiB"
-    """Message sizes: a list, or a range of which each is four times the one before."""
+    """Message sizes: a list, or a range in which each size is four times the one before."""
     ops: str = ",".join(OPS)
     """Which operations."""
     rounds: int = 5
-    """Rounds in each of which every library is timed once."""
+    """Rounds, in each of which every library is timed once."""
     against: str = "gloo,mpich,deepspeed"
     """Other libraries; those that are not installed are left out."""
     shared: bool = True
@@ -51,7 +51,7 @@ class CollectivesOptions:
     """Few sizes, 3 short rounds: to see that it works, not to quote."""
 
     def plan(self) -> collectives.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         ranks = tuple(_whole(word, "--ranks") for word in self.ranks.split(","))
         check_ranks(ranks)
         at_least_one(self.rounds, "--rounds")
@@ -76,18 +76,18 @@ class HostsOptions:
     size: str = "16MiB"
     """Message size."""
     rate: str = "1gbit"
-    """Rate of the cable in each direction, as tc reads it."""
+    """Rate of the cable in each direction, in tc's notation."""
     rounds: int = 5
-    """Alternating rounds."""
+    """Rounds, in each of which all ways are measured."""
     steps: bool = True
-    """Time training steps across the cable too."""
+    """Also time training steps across the cable."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """2 MiB, 2 rounds and no training steps: to see that it works, not to quote."""
 
     def plan(self) -> hosts.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         if re.fullmatch(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
             raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
         at_least_one(self.rounds, "--rounds")
@@ -104,18 +104,18 @@ class DdpOptions:
     ranks: int = 2
     """Number of ranks."""
     rounds: int = 7
-    """Alternating rounds."""
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Training steps of a round."""
+    """Training steps in each round."""
     wrap: Literal["ddp", "fully_shard"] = "ddp"
-    """torch's DistributedDataParallel or its fully_shard."""
+    """Compare with torch's DistributedDataParallel or with its fully_shard."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """3 rounds of 1 step: to see that it works, not to quote."""
 
     def plan(self) -> ddp.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         _check_counts(self)
         if self.quick:
             return ddp.Plan(self.ranks, min(self.rounds, 3), 1, self.wrap)
@@ -129,32 +129,34 @@ class StepOptions:
     tokens: str = "128,512"
     """Tokens of one rank in one step: a list."""
     ways: str = ",".join(WAYS)
-    """Which ways of training; those that are not installed are left out, and no-sync is always there."""
-    #: Measure instead imece's strategies beside torch's: a list of replicate, zero1, zero2, zero3,
+    """Which ways of training: a list. Ways that are not installed are left out; no-sync is always
+    measured."""
+    #: Compare strategies of imece with torch's instead: a list of replicate, zero1, zero2, zero3,
     #: zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard, deepspeed-zero3;
     #: or all.
     strategy: str = ""
     ranks: int = 2
     """Number of ranks."""
     rounds: int = 7
-    """Alternating rounds."""
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Training steps of a round."""
+    """Training steps in each round."""
     memory: bool = False
-    """Measure memory too, each way in ranks of its own."""
+    """Also measure memory, each way in ranks of its own."""
     parameters: str = ""
-    """Measure instead what a parameter costs backward, among so many: a list, for instance 1000,10000."""
+    """Measure instead what each parameter costs in backward, in models of so many parameters: a list, for
+    instance 1000,10000."""
     json: Path | None = None
     """Write all figures to this file."""
     plot: Path | None = None
-    """Draw the timeline of one step (PNG) to this file; if several were traced, a file for each."""
+    """Draw the timeline of one step to this PNG file; if several ways were traced, one file for each."""
     trace: Path | None = None
-    """Write the same for ui.perfetto.dev (Chrome trace events) to this file, likewise."""
+    """Write the timeline for ui.perfetto.dev (Chrome trace events) to this file; again one for each way."""
     quick: bool = False
     """2 rounds of 1 step: to see that it works, not to quote."""
 
     def plan(self) -> step.Plan | parameter_cost.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         _check_counts(self)
         if self.parameters:
             if self.plot or self.trace:
@@ -181,15 +183,16 @@ class MemoryOptions:
     """Options of `imece bench memory`."""
 
     strategies: str = ",".join(STRATEGIES)
-    """Which strategies; zero3-gather is zero3 as it is between hosts."""
+    """Which strategies: a list. zero3-gather is zero3 as it runs between hosts."""
     models: str = ",".join(MODELS)
     """Which models: a list of 10.9M, 29.5M, 97M."""
     ranks: str = "2,4"
     """Numbers of ranks: a list."""
     bf16: bool = False
-    """Parameters and gradients in bf16 with masters in fp32, instead of all in fp32."""
+    """Keep parameters and gradients in bf16 with masters in fp32, instead of all in fp32."""
     offload: Offload | None = None
-    """Count optimizer, or parameters, as what would lie in a GPU's host's memory. Here both are the CPU's."""
+    """Count the optimizer, or the parameters too, as lying in a GPU's host. Here all of it is in the CPU's
+    memory."""
     json: Path | None = None
     """Write all figures to this file."""
     plot: Path | None = None
@@ -198,7 +201,7 @@ class MemoryOptions:
     """The small model on 2 ranks: to see that it works."""
 
     def plan(self) -> memory.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         models = tuple(report.read_choices(self.models, tuple(MODELS), "--models"))
         ranks = counts(self.ranks, "--ranks")
@@ -218,20 +221,20 @@ class TrainOptions:
     """Options of `imece bench train`."""
 
     ways: str = ",".join(TRAIN_WAYS)
-    """Which ways of training; the default of `imece train` is always there."""
+    """Which ways of training: a list. The default of `imece train` is always measured."""
     ranks: int = 2
     """Number of ranks."""
     rounds: int = 5
-    """Alternating rounds."""
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Training steps of a round."""
+    """Training steps in each round."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """A tiny model, 2 rounds of 1 step: to see that it works, not to quote."""
 
     def plan(self) -> train_contenders.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         _check_counts(self)
         config = train_contenders.QUICK if self.quick else TrainConfig()
         if config.batch.sequences % self.ranks:

@@ -18,22 +18,22 @@ class PipelineOptions:
     """Options of `imece bench pipeline`."""
 
     stages: str = "2,4"
-    """Ranks of a pipeline: a list. More than there are cores wait instead of computing."""
+    """Ranks of a pipeline: a list. If there are more ranks than cores, blocks wait instead of computing."""
     micro_batches: str = "1,2,4,8,16"
-    """Into how many a batch is split: a list. What a schedule cannot do is left out."""
+    """Micro-batches per batch: a list. Numbers that a schedule cannot run are left out."""
     schedules: str = ",".join(SCHEDULES)
     """Which schedules."""
     steps: int = 5
-    """Steps of each."""
+    """Steps of each measurement."""
     wait: bool = False
-    """Blocks wait instead of computing on any number of ranks: where others use the cores too."""
+    """Let blocks wait instead of computing for any number of ranks, if others use the cores too."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """2 ranks, 2 and 4 micro-batches, 1 step: to see that it works, not to quote."""
 
     def plan(self) -> pipeline.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         schedules = tuple(report.read_choices(self.schedules, SCHEDULES, "--schedules"))
         stages = counts(self.stages, "--stages")
         micro_batches = counts(self.micro_batches, "--micro-batches")

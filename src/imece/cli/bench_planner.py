@@ -17,11 +17,11 @@ class PlannerOptions:
     """Options of `imece bench planner`."""
 
     tables: str = ""
-    """Which tables; all by default, with the fits and the time of a search."""
+    """Which tables: a list. By default all of them, with the fits and the time of a search."""
     rows: Path | None = None
-    """Judge the rows of this CSV file, with the columns of the one table that --tables names."""
+    """Judge the rows of this CSV file, which has the columns of the one table that --tables names."""
     worst: int = 5
-    """Name so many rows of each table, the worst first."""
+    """Name this many rows of each table, the worst first."""
     page: Path | None = None
     """Write a page in Markdown to this file."""
     plot: Path | None = None
@@ -30,7 +30,7 @@ class PlannerOptions:
     """Write all rows to this file."""
 
     def plan(self) -> planner.Plan:
-        """What to judge; UserError for what cannot be."""
+        """What to judge. UserError for options that cannot be met."""
         if self.worst < 0:
             raise UserError(f"--worst {self.worst}: 0 or more")
         names = tuple(planner.sources())

@@ -19,28 +19,29 @@ class RecoveryOptions:
     ranks: int = 4
     """Number of ranks."""
     kills: int = 5
-    """Kills in each strategy."""
+    """Kills for each strategy."""
     every_s: float = 8.0
-    """Seconds between two kills, give or take half of it; each waits for the last one's replacement."""
+    """Seconds between two kills, give or take half of it. Each kill waits until the last dead rank is
+    replaced."""
     strategies: str = ",".join(STRATEGIES)
     """Which strategies."""
     parts: str = ",".join(PARTS)
     """What to measure: a list of kills, cost (when nothing fails), torchrun, start."""
     steps: int = 200
-    """Steps after which parameters are compared with the undisturbed run's."""
+    """Steps after which parameters are compared with those of an undisturbed run."""
     torchrun_runs: int = 3
     """Runs of torchrun in each of two settings, with one kill each."""
     checkpoint_every: int = 10
     """Steps between two checkpoints under torchrun."""
     seed: int = 0
-    """Another seed kills other ranks at other instants."""
+    """The seed of the kills: another one hits other ranks at other instants."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """2 ranks, 1 kill, the first strategy, no torchrun, no starts: to see that it works, not to quote."""
 
     def plan(self) -> Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
         if not 2 <= self.ranks <= SEQUENCES:

@@ -19,22 +19,23 @@ class SaveOptions:
     """Options of `imece bench save`."""
 
     strategies: str = ",".join(STRATEGIES)
-    """Which strategies; for hybrid ones the ranks are as if on two hosts."""
+    """Which strategies: a list. For hybrid ones the ranks pretend to be on two hosts."""
     model: Literal["10.9M", "97M"] = "97M"
     """Which model."""
     ranks: int = 4
     """Number of ranks."""
     rounds: int = 5
-    """Saves of each strategy."""
+    """Saves with each strategy."""
     folder: Path | None = None
-    """Write checkpoints below this folder, and remove them; by default where temporary files are."""
+    """Write checkpoints below this folder and remove them afterwards. Default: the folder for temporary
+    files."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """The small model on 2 ranks, one save: to see that it works, not to quote."""
 
     def plan(self) -> save.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
         if not 2 <= self.ranks <= 64 or self.ranks % 2:
             raise UserError(f"--ranks {self.ranks}: an even number from 2 to 64 can be measured")

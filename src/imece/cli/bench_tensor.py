@@ -18,22 +18,22 @@ class TensorOptions:
     """Options of `imece bench tensor`."""
 
     ranks: int = 2
-    """Number of ranks, which divide the matrices."""
+    """Number of ranks that divide the matrices."""
     tokens: str = "128,512"
-    """Tokens of a step: a list."""
+    """Tokens per step: a list."""
     vocabularies: str = "512,16384"
     """Entries of the vocabulary: a list."""
     rounds: int = 7
-    """Alternating rounds."""
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Training steps of a round."""
+    """Training steps in each round."""
     json: Path | None = None
     """Write all figures to this file."""
     quick: bool = False
     """128 tokens, 512 entries, 2 rounds of 1 step: to see that it works, not to quote."""
 
     def plan(self) -> tensor.Plan:
-        """What to measure; UserError for what cannot be."""
+        """What to measure. UserError for options that cannot be met."""
         tokens = counts(self.tokens, "--tokens")
         vocabularies = counts(self.vocabularies, "--vocabularies")
         at_least_one(self.rounds, "--rounds")

@@ -1,4 +1,4 @@
-"""`imece convert FILE`: DeepSpeed's or Accelerate's configuration, in the words of imece."""
+"""`imece convert FILE`: translates a configuration of DeepSpeed or Accelerate to imece."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DESCRIPTION = (
     "the lines for your own script, the command that starts it, and a file for imece train."
 )
 _PARAMS = "optimizer.params."
-_WIDE = 100  # of a line of code
+_WIDE = 100  # columns of a line of code
 _FATES = {"taken": "taken", "needless": "so already, or of no account here", "left out": "LEFT OUT"}
 
 
@@ -36,18 +36,18 @@ class ConvertOptions:
     """Options of `imece convert`."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """DeepSpeed's or Accelerate's."""
+    """The configuration of DeepSpeed or Accelerate."""
     ranks: int | None = None
-    """How many it is for, of all hosts together. Without it as the file says, if it does."""
+    """Number of ranks on all hosts together. Default: the number in the file, if it has one."""
     to: Path | None = None
-    """Write the file for imece train here, a .toml that does not exist yet."""
+    """Write the configuration for imece train to this .toml file, which must not exist yet."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """`imece convert ARGV`: 0."""
+    """`imece convert ARGV`: exit status 0."""
     options = parse(ConvertOptions, argv, PROG, DESCRIPTION)
     settings = read_settings(options.file, options.ranks)
-    shown = list(lines(settings))  # what cannot be is said before all else
+    shown = list(lines(settings))  # first, for it raises UserError
     if options.to is None:
         print(*shown, sep="\n")
     else:
@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def lines(settings: Settings) -> Iterator[str]:
-    """All that there is to say."""
+    """The whole report, line by line."""
     of = f", for {many(settings.ranks, 'rank')}" if settings.ranks else ""
     yield f"{settings.file}: {settings.source}'s configuration{of}"
     for fate, title in _FATES.items():
@@ -93,7 +93,7 @@ def lines(settings: Settings) -> Iterator[str]:
 
 
 def script(settings: Settings) -> list[str]:
-    """The lines of a training script that the file stands for."""
+    """The lines of a training script that do what the file asks for."""
     arguments = _arguments(settings)
     precision = any("torch." in each for each in arguments)
     shown = ["import imece", *(["import torch"] if precision or settings.optimizer else []), ""]
@@ -131,14 +131,14 @@ def script(settings: Settings) -> list[str]:
 
 
 def training(settings: Settings, file: Path) -> str:
-    """How imece train is started with its file: by itself it is on one host."""
+    """The command that starts `imece train` with its file; imece train alone runs on one host."""
     text = f"imece train {as_argument(file)} --data YOUR_TEXT"
     several = settings.hosts > 1 or find_strategy(settings.strategy).hybrid
     return command(settings, f"-m {text}") if several else text
 
 
 def command(settings: Settings, program: str = "train.py") -> str:
-    """How its ranks are started."""
+    """The command that starts the ranks of a script."""
     if settings.ranks is None:
         count = "RANKS"
     elif settings.ranks % settings.hosts:
@@ -155,7 +155,7 @@ def command(settings: Settings, program: str = "train.py") -> str:
 
 
 def _arguments(settings: Settings) -> list[str]:
-    """Those of imece.parallelize, as they are typed."""
+    """The arguments of imece.parallelize, as one types them."""
     typed = []
     for name, value in dataclasses.replace(settings, unit_classes=()).arguments().items():
         if name == "precision":

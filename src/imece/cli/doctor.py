@@ -1,4 +1,4 @@
-"""`imece doctor`: is this host fit to train on, and if not, what is wrong and what to do."""
+"""`imece doctor`: checks whether this host can train; says what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _BETWEEN_PROCESSES = (
     "IMECE_RUN_HELD",
 )  # fmt: skip
 _OF_BENCH = ("IMECE_BENCH_", "IMECE_CREW_")
-_LITTLE_BYTES = 64 * 2**20  # /dev/shm as Docker gives it
+_LITTLE_BYTES = 64 * 2**20  # what Docker gives /dev/shm
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     status: Status
     text: str
@@ -55,11 +55,12 @@ class DoctorOptions:
     """Options of `imece doctor`."""
 
     ranks: int = 4
-    """How many ranks to start."""
+    """Number of ranks to start."""
     json: bool = False
     """Print JSON instead of lines."""
     attach: int | None = None
-    """Say who waits for whom in running jobs: with a process number in that rank's job, alone in all jobs."""
+    """Say who waits for whom in running jobs: with a process number in that rank's job, without one in all
+    jobs."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -86,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Everything that can be seen without starting a rank."""
+    """All checks that need no rank."""
     yield software(torch.__version__)
     yield from memory(segment.available_bytes(), _free_bytes(Path("/dev/shm")))
     yield port()
@@ -136,7 +137,7 @@ def memory(available_bytes: int, dev_shm_bytes: int | None) -> Iterator[Finding]
 
 
 def port(address: str = LOOPBACK) -> Finding:
-    """Whether a port can be opened where ranks meet."""
+    """Whether a port can be opened at the address where ranks meet."""
     try:
         with socket.create_server((address, 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=5.0).close()
@@ -146,7 +147,7 @@ def port(address: str = LOOPBACK) -> Finding:
 
 
 def interface(environ: Mapping[str, str], name: str, interfaces: Sequence[str]) -> Iterator[Finding]:
-    """Whether a variable that names network interfaces names some that exist."""
+    """Whether the interfaces that a variable names exist."""
     value = environ.get(name)
     if value is None:
         return
@@ -170,7 +171,7 @@ def interface(environ: Mapping[str, str], name: str, interfaces: Sequence[str]) 
 
 
 def threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
-    """OMP_NUM_THREADS, which torch reads."""
+    """OMP_NUM_THREADS, which torch reads: too many threads for the cores, or too few."""
     value = environ.get("OMP_NUM_THREADS")
     if value is None:
         return
@@ -186,12 +187,12 @@ def threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
 
 
 def host_name(environ: Mapping[str, str], name: str, resolve: Callable[..., Any]) -> Iterator[Finding]:
-    """Gloo finds its own address through the host's name unless it is told an interface."""
+    """Whether the host's name has an address: Gloo needs one unless it is told an interface."""
     if "GLOO_SOCKET_IFNAME" in environ:
         return
     try:
         resolve(name, None)
-    except (OSError, UnicodeError):  # the latter: an empty label, or one of more than 63 letters
+    except (OSError, UnicodeError):  # UnicodeError: an empty label, or one of more than 63 letters
         yield Finding(
             "warn",
             f"this host's name {name} has no address, so Gloo will use loopback and not reach other hosts: "
@@ -200,7 +201,7 @@ def host_name(environ: Mapping[str, str], name: str, resolve: Callable[..., Any]
 
 
 def launcher(environ: Mapping[str, str], resolve: Callable[..., Any]) -> Iterator[Finding]:
-    """What a launcher left in the environment: imece.init() would refuse what fails here."""
+    """What a launcher left in the environment: what fails here, imece.init() would refuse."""
     try:
         world = read_world(environ)
     except UserError as error:
@@ -222,7 +223,7 @@ def launcher(environ: Mapping[str, str], resolve: Callable[..., Any]) -> Iterato
 
 
 def own_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """imece's: no rank begins with a value that is refused, here or by imece.init()."""
+    """imece's own variables: with a value that is refused here, no rank begins."""
     for name in (BACKEND, SCHEDULE):
         if not (value := environ.get(name)):
             continue
@@ -243,7 +244,7 @@ def own_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _without_backend(asked: str) -> str | None:
-    """What is missing here for it; None: nothing."""
+    """What this backend lacks here; None if nothing."""
     try:
         check_backend(asked)
     except UserError as error:
@@ -254,7 +255,7 @@ def _without_backend(asked: str) -> str | None:
 
 
 def open_files(limit: int) -> Iterator[Finding]:
-    """Sockets and segments are files."""
+    """The limit of open files: sockets and segments count as files."""
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
         yield Finding(
             "warn", f"only {limit} open files are allowed (ulimit -Hn): many ranks need 1,024 or more"
@@ -262,7 +263,7 @@ def open_files(limit: int) -> Iterator[Finding]:
 
 
 def locked_memory(limit: int, infiniband: bool) -> Iterator[Finding]:
-    """InfiniBand registers memory, which counts as locked."""
+    """The limit of locked memory: InfiniBand locks the memory that it registers."""
     if infiniband and limit != resource.RLIM_INFINITY:
         yield Finding(
             "warn", f"locked memory is limited to {limit / 1e6:.0f} MB (ulimit -l): InfiniBand needs all"
@@ -270,14 +271,14 @@ def locked_memory(limit: int, infiniband: bool) -> Iterator[Finding]:
 
 
 def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> Iterator[Finding]:
-    """Start ranks and run every collective once on each backend, beside a reference.
+    """Start ranks, run every collective once on each backend, and compare with a reference.
 
-    links: where latency (s) and bandwidth (bytes/s) are put, by backend. They are measured between no more
-    ranks than there are cores: beyond, it would be measured how long ranks wait for a core.
+    links: filled with the latency (s) and bandwidth (bytes/s) of each backend. They are measured with at most
+    as many ranks as there are cores: more ranks would measure how long a rank waits for a core.
     """
     talking = max(2, min(ranks, machine.usable_cores()))
-    load = machine.load()  # before there are ranks
-    # A variable that is wrong was told already; here it would hide everything else.
+    load = machine.load()  # before ranks add to it
+    # Wrong variables have been reported already; here they would hide every other finding.
     names = sorted(psutil.net_if_addrs())
     instead: dict[str, str] = {}
     if any(f.status == "warn" for f in interface(environ, "GLOO_SOCKET_IFNAME", names)):
@@ -320,7 +321,7 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
 
 
 def _bad_collectives(crew: Crew, backend: str) -> list[str]:
-    """Those whose result differs from the reference on some rank."""
+    """The collectives whose result differs from the reference on some rank."""
     crew.ask("open", backend=backend, timeout_s=_ANSWER_S)
     return [
         collective
@@ -331,7 +332,7 @@ def _bad_collectives(crew: Crew, backend: str) -> list[str]:
 
 
 def _attach_to_all(argv: Sequence[str]) -> list[str]:
-    """`--attach` without a number means every job: 0 for the parser."""
+    """`--attach` without a number means every job: the parser gets a 0 for it."""
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--attach" and (at + 1 == len(words) or words[at + 1].startswith("-")):
@@ -340,7 +341,7 @@ def _attach_to_all(argv: Sequence[str]) -> list[str]:
 
 
 def _attach(pid: int, as_json: bool) -> int:
-    """Who waits for whom, from the recorders of live ranks."""
+    """Say who waits for whom, from the recorders of live ranks."""
     if pid < 0:
         raise UserError(f"--attach {pid}: a process number is wanted")
     found = recording.find(recording.attach(pid).job if pid else None)

@@ -1,4 +1,4 @@
-"""`imece drill --ranks 4 script.py ...`: a script under `imece launch`, whose ranks are hit at random."""
+"""`imece drill --ranks 4 script.py ...`: runs a script under `imece launch` and kills its ranks at random."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ _WITH_VALUE = ("--kills", "--every-s", "--signal", "--together", "--seed", "--st
 
 @dataclass(frozen=True)
 class DrillOptions(LaunchOptions):
-    """What stands before the script."""
+    """Options of `imece drill`: those of `imece launch`, and which faults."""
 
     kills: int = 5
-    """How many faults."""
+    """Number of faults."""
     every_s: float = 5.0
-    """Seconds between two faults, give or take half of it; each also waits for the world to be full again."""
+    """Seconds between two faults, give or take half of it. Each fault also waits until all ranks are there
+    again."""
     signal: Literal["KILL", "STOP", "SEGV"] = "KILL"
     """KILL, SEGV: the process ends. STOP: it falls silent, and is ended after --silent-s."""
     together: int = 1
-    """How many ranks each fault hits."""
+    """Number of ranks that each fault hits."""
     seed: int = 0
-    """Another seed hits other ranks at other instants."""
+    """The seed of the faults: another one hits other ranks at other instants."""
     start_s: float = 120.0
-    """Seconds within which all ranks must have come to their steps."""
+    """Seconds within which all ranks must have begun their first step."""
     json: Path | None = None
     """Write all figures to this file."""
 
@@ -67,14 +68,15 @@ class DrillOptions(LaunchOptions):
             raise ValueError("--signal STOP needs a --silent-s, after which a silent rank is ended")
 
     def plan(self) -> Plan:
-        """Which faults."""
+        """The faults that the options ask for."""
         return Plan(
             self.all_ranks, self.kills, self.every_s, self.signal, self.together, self.seed, self.start_s
         )
 
 
 def run(argv: Sequence[str]) -> int:
-    """`imece drill ARGV`: 0 if all faults came and were survived, the script ended well, nothing is left."""
+    """`imece drill ARGV`: 0 if all faults came and were survived, the script ended well, and nothing is left
+    over."""
     options, command, words = read(DrillOptions, argv, PROG, DESCRIPTION, _WITH_VALUE)
     report.check_writable(options.json)
     drill, traces = Drill(options.plan(), _say), Traces()
@@ -96,4 +98,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"{line}\n", end="", flush=True)  # in one piece: ranks print too
+    print(f"{line}\n", end="", flush=True)  # in one write, because ranks print too

@@ -1,4 +1,4 @@
-"""`imece eval RUN [--data PATH ...]`: the loss of a trained model, beside models that need no training."""
+"""`imece eval RUN [--data PATH ...]`: the loss of a trained model, beside baselines that need no training."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ DESCRIPTION = (
     "bits a byte (which compares across tokenizers) and perplexity, beside what counting tokens and pairs of "
     "tokens in the run's training text would reach."
 )
-_SEQUENCES = 8  # at once
-_MOST_NATS = 700.0  # more, and the perplexity is no finite number
+_SEQUENCES = 8  # in one forward
+_MOST_NATS = 700.0  # nats per token; above this the perplexity overflows
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class EvalOptions:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     data: tuple[str, ...] = ()
-    """Files, folders or globs, as for imece train; none: what the run itself held out."""
+    """Files, folders or globs, as for imece train. Default: the text that the run held out."""
     field: str | None = None
-    """Where the text is in a .jsonl or .parquet record; none: as in the run."""
+    """The field of a .jsonl or .parquet record that has the text. Default: as in the run."""
     which: Which = "best"
-    """Checkpoint: the one with the lowest validation loss, or the last."""
+    """Which checkpoint: the one with the lowest validation loss, or the last."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def measures(nats_per_token: float, tokens: int, text_bytes: int) -> dict[str, float | None]:
-    """One loss in three ways; None is for what is no finite number."""
+    """One loss as three measures; None for a number that is not finite."""
     finite = math.isfinite(nats_per_token)
     return {
         "nats_per_token": nats_per_token if finite else None,
@@ -106,7 +106,8 @@ def measures(nats_per_token: float, tokens: int, text_bytes: int) -> dict[str, f
 
 
 def _precision(asked: Dtype, device: torch.device) -> Precision:
-    """As the run was trained; but one that was trained on GPUs can be evaluated without them."""
+    """The precision that the run was trained in, or the CPU's if it was trained on GPUs and there are none
+    here."""
     if asked == "fp16" and device.type == "cpu":
         precision = choose_precision("auto", device)
         say(f"the run's fp16 needs a GPU: evaluated in {precision.name}")
@@ -118,7 +119,7 @@ def _precision(asked: Dtype, device: torch.device) -> Precision:
 def _data(
     options: EvalOptions, folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, saved: Saved
 ) -> Iterator[tuple[Part, TokenFiles | None]]:
-    """What to read, and the run's own tokens, which may be gone when other text is read."""
+    """Yields what to read, and the run's own tokens: None if they are gone, which is allowed with --data."""
     own = _own_tokens(folder, config, tokenizer, saved, needed=not options.data)
     if not options.data:
         assert own is not None

@@ -1,6 +1,5 @@
-"""`imece export RUN --to hf DIR`: a trained model as a folder that transformers loads; or its adapters alone,
-for peft.
-"""
+"""`imece export RUN DIR`: writes a trained model as a folder that transformers loads, or its adapters for
+peft."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ DESCRIPTION = (
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_MODEL = "model/"
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in config.json
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # names in config.json
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,16 @@ class ExportOptions:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
-    """Where to write: a folder that does not exist yet, or is empty."""
+    """The folder to write: it must not exist yet, or be empty."""
     to: Literal["hf", "adapter"] = "hf"
-    """hf: a model in Hugging Face's format; adapter: adapters in peft's."""
+    """hf: a model in Hugging Face's format; adapter: only the adapters, in peft's format."""
     which: Which = "best"
-    """Checkpoint: the one with the lowest validation loss, or the last."""
+    """Which checkpoint: the one with the lowest validation loss, or the last."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the weights in the file. They are trained in fp32."""
+    """Type of the weights in the file. They are trained in fp32."""
     max_shard: str = "50GB"
-    """Most bytes of weights in one file; above that there are several, and an index. As in transformers."""
+    """Largest file of weights. A bigger model is written to several files with an index, as transformers
+    does."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -116,11 +116,12 @@ def write_hugging_face(
     dtype: torch.dtype,
     most_bytes: int,
 ) -> int:
-    """All files, into a folder that exists; the number of parameters. OSError if not. UserError if `source`,
-    which has all parameters of `shape`, cannot be read.
+    """Write all files into an existing folder and return the number of parameters. OSError if that fails;
+    UserError if `source`, which has all parameters of `shape`, cannot be read.
 
-    origin: what the run has kept of the folder that it began with, if that is there: its tokenizer as it was.
-    One tensor is in memory at a time. config.json, without which nobody reads the rest, comes after them.
+    origin: the run's copy of the folder that it began from, if there is one: its tokenizer is copied
+    unchanged. Memory holds one tensor at a time. config.json is written last: without it nobody reads the
+    rest.
     """
     stored = (
         (name.removeprefix(_OF_MODEL), source.tensor(name))
@@ -139,7 +140,7 @@ def write_hugging_face(
         for name, path in kept.items():
             shutil.copyfile(path, folder / name)
         return shape.parameter_count
-    # Their post-processor would put tokens around each text that this model was not trained with.
+    # The tokenizer's post-processor would add tokens around each text, with which the model was not trained.
     plain = {**json.loads(tokenizer.to_json()), "post_processor": None}
     written = tokenizers.Tokenizer.from_str(json.dumps(plain))
     end, before = (written.id_to_token(token) for token in (tokenizer.end, tokenizer.before))
@@ -157,7 +158,7 @@ def write_hugging_face(
 
 
 def read_bytes(text: str) -> int:
-    """ "5GB" -> 5_000_000_000, "2GiB" -> 2_147_483_648. UserError for what is no size."""
+    """ "5GB" -> 5_000_000_000, "2GiB" -> 2_147_483_648. UserError for anything else."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kmgt]?)(i?)b", text.strip().lower())
     size = (
         int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
@@ -168,7 +169,7 @@ def read_bytes(text: str) -> int:
 
 
 def free_folder(name: str) -> Path:
-    """Where to write, free of links. UserError if something is there already."""
+    """The path of a new folder, with links resolved. UserError if something is there already."""
     target = Path(os.path.realpath(name))
     try:
         if target.is_dir() and any(target.iterdir()):
@@ -177,16 +178,17 @@ def free_folder(name: str) -> Path:
         raise UserError(f"{name}: cannot be read ({error.strerror}): name another folder") from error
     if target.exists() and not target.is_dir():
         raise UserError(f"{name} is a file: name a folder that does not exist yet")
-    if target == Path.cwd():  # it would be replaced, and whoever is in it would still see the old one
+    if target == Path.cwd():  # replacing it would leave whoever is in it in the old folder
         raise UserError(f"{name} is the current folder: name one that does not exist yet")
     return target
 
 
 @contextlib.contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it at the end. On any error it goes away: nothing is left.
+    """Yields a folder beside `target` that is renamed to it at the end. On an error the folder is removed.
 
-    It is locked as long as this process lives, so that the next one knows whose were left by a kill.
+    This process holds a lock on it. If it is killed, the next process sees by the free lock that the folder
+    is left over.
     """
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     lock: int | None = None
@@ -197,7 +199,7 @@ def _whole(target: Path) -> Iterator[Path]:
         yield partial
         for path in (*partial.iterdir(), partial):
             _sync(path)
-        os.rename(partial, target)  # an empty folder is replaced, any other is an error
+        os.rename(partial, target)  # succeeds if the target is missing or an empty folder
         _sync(target.parent)
     except OSError as error:
         do = "make room or name" if error.errno in NO_SPACE else "name"
@@ -209,13 +211,13 @@ def _whole(target: Path) -> Iterator[Path]:
 
 
 def _clean(target: Path) -> None:
-    """Removes what killed processes left beside `target`. OSError if its folder cannot be read."""
+    """Remove what killed processes left beside `target`. OSError if its folder cannot be read."""
     leftover = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.partial")
     for path in target.parent.iterdir():
         if leftover.fullmatch(path.name) and path.is_dir():
             with contextlib.suppress(
                 OSError
-            ):  # this process or another is writing it; or it is somebody else's
+            ):  # another thread or process is writing it, or another user owns it
                 lock = _lock(path)
                 try:
                     shutil.rmtree(path)
@@ -224,7 +226,8 @@ def _clean(target: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds it; the kernel gives it back when its process ends. OSError if it is held."""
+    """A descriptor that holds the folder's lock; the kernel frees it when the process ends. OSError if the
+    lock is held."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,7 +242,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """It is on the disk, not only on its way."""
+    """Wait until this file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,5 @@
-"""`imece export RUN --to adapter DIR`: adapters as peft saves them, for the model of transformers."""
+"""`imece export RUN DIR --to adapter`: writes adapters as peft saves them, for the model as transformers has
+it."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from imece.models.hugging_face import hugging_face_name
 from imece.train.adapters import ADAPTER_A, ADAPTER_B
 from imece.train.config import TrainConfig
 
-_WRAPPED = "base_model.model."  # as the model of transformers is called in peft's
+_WRAPPED = "base_model.model."  # peft's prefix for the names of transformers' model
 _ENDS = {ADAPTER_A: ".lora_A.weight", ADAPTER_B: ".lora_B.weight"}
 
 
 def write_adapter(folder: Path, saved: Saved, config: TrainConfig, dtype: torch.dtype) -> int:
-    """Both files, into a folder that exists; the number of parameters. OSError if not."""
+    """Write both files into an existing folder and return the number of parameters. OSError if that fails."""
     tensors: dict[str, torch.Tensor] = {}
     modules = set()
     for name in saved.names():

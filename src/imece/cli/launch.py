@@ -1,4 +1,4 @@
-"""`imece launch --ranks 4 script.py ...`: the command line of launch/local.py."""
+"""`imece launch --ranks 4 script.py ...`: reads the command line and hands it to launch/local.py."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def run(argv: Sequence[str]) -> int:
 def read(
     kind: type[Options], argv: Sequence[str], prog: str, description: str, with_value: Sequence[str] = ()
 ) -> tuple[Options, list[str], list[str]]:
-    """The options before the script, the script with its arguments, and so the command of each rank.
+    """Split `argv` into the options, the script with its arguments, and the command that each rank runs.
 
-    UserError if any is missing. with_value: those of `kind` that take a value and that LaunchOptions has not.
+    UserError if the script or an option is missing or wrong. with_value: options with a value that `kind` has
+    and LaunchOptions has not.
     """
     own, command = split(argv, with_value)
     for before, word in zip(["", *own], own, strict=False):
@@ -79,7 +80,7 @@ def read(
     if not command:
         raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
     words = _program(command, options)
-    for why, names in needless.items():  # when nothing is refused any more: that is one line
+    for why, names in needless.items():  # after all refusals, which must be the only line
         print(f"imece: {', '.join(names)}: not needed, {why}", file=sys.stderr)
     return options, command, words
 
@@ -90,7 +91,7 @@ def start(
     environ: Mapping[str, str] = os.environ,
     watch: Callable[[Watched], None] | None = None,
 ) -> int:
-    """Run `words` as these options say. UserError for a variable with which no rank could begin."""
+    """Run `words` as the options say. UserError for a variable with which no rank could begin."""
     check_variables(environ)
     if options.hosts > 1:
         return hosts.start(options, words, environ, watch)
@@ -106,7 +107,8 @@ def start(
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """UserError for a value of imece's own. Here, or every rank would say so with a traceback of its own."""
+    """UserError for a wrong value of one of imece's variables; otherwise every rank would print a
+    traceback."""
     asked = environ.get(BACKEND)
     for part in asked.split(",") if asked else ():
         if (name := part.rpartition(":")[2]) not in BACKENDS:
@@ -119,7 +121,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _counted(own: Sequence[str]) -> list[str]:
-    """Our options, with a number of ranks for torchrun's words; UserError if there are two."""
+    """imece's options, with torchrun's ways to count ranks turned into a number. UserError if ranks are
+    counted twice."""
     left: list[str] = []
     said: list[tuple[str, str]] = []
     words = iter(own)
@@ -140,8 +143,8 @@ def _counted(own: Sequence[str]) -> list[str]:
 
 
 def _devices(kind: str) -> int:
-    """torchrun's words for a number of ranks."""
-    from imece.device import usable_gpus  # with torch, which no other word needs
+    """The number of devices for torchrun's words "gpu", "cpu" and "auto"."""
+    from imece.device import usable_gpus  # imports torch, which nothing else here needs
 
     gpus = usable_gpus() if kind != "cpu" else 0
     if kind == "gpu" and not gpus:
@@ -150,7 +153,8 @@ def _devices(kind: str) -> int:
 
 
 def split(argv: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Our options, and the script with its own arguments, which may look like ours."""
+    """(options of imece, script with its arguments): the script's arguments may look like options of
+    imece."""
     valued = (*_WITH_VALUE, *hosts.TORCHRUNS, *with_value)
     index = 0
     while index < len(argv):
@@ -164,7 +168,7 @@ def split(argv: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[str
 
 
 def _program(command: Sequence[str], options: LaunchOptions) -> list[str]:
-    """The command of each rank; UserError if there is no such script, module or program."""
+    """The command that each rank runs. UserError if the script, module or program does not exist."""
     name, *arguments = command
     if any("\0" in word for word in command):
         raise UserError("a NUL byte among the script's arguments")
@@ -194,10 +198,10 @@ def _script_exists(path: Path) -> bool:
 
 
 def _module_exists(name: str) -> bool:
-    """Looks for the outermost package only: looking further in would run its code here."""
+    """Whether the outermost package exists: looking further in would run the package's code here."""
     top = name.split(".")[0]
     if top == "__main__" or not all(part.isidentifier() for part in name.split(".")):
-        return False  # __main__ is this command here, and nothing in a rank
+        return False  # this command is __main__ here, but not in a rank
     if os.path.exists(os.path.join(os.getcwd(), top)) or os.path.exists(
         os.path.join(os.getcwd(), top + ".py")
     ):

@@ -1,4 +1,4 @@
-"""`imece launch` on several hosts: torchrun's names for its options, and its start."""
+"""`imece launch` on several hosts: translates torchrun's options and starts this host's part."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NEEDLESS = {
     "--role": "ranks have no roles here",
     **dict.fromkeys(("--redirects", "-r", "--tee", "-t"), _SHOWN),
 }
-"""Why each of them has nothing to say here."""
+"""torchrun's options that change nothing here, and why."""
 TORCHRUNS = (*_THEIRS, *_MASTER, *_NEEDLESS)
-"""Options of torchrun that have a value."""
-_SILENT_S = 10.0  # of a host, where ranks may be silent for ever
+"""torchrun's options that take a value."""
+_SILENT_S = 10.0  # of a host with --silent-s 0: a host, unlike a rank, may not be silent for ever
 
 
 def refuse(own: Sequence[str]) -> None:
-    """UserError if one of these is an option for several hosts: with --slurm, SLURM's nodes are the hosts."""
+    """UserError if an option for several hosts is given with --slurm: SLURM's nodes are the hosts."""
     for word in own:
         name = word.partition("=")[0].replace("_", "-")
         if name in (*OURS, *_THEIRS, *_MASTER):
@@ -44,9 +44,8 @@ def refuse(own: Sequence[str]) -> None:
 
 
 def as_ours(own: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Options with our names; the names of those that are of no use, by the reason. UserError for what cannot
-    be.
-    """
+    """Options with imece's names, and those of torchrun that change nothing, by the reason. UserError for
+    options that cannot be met."""
     left: list[str] = []
     needless: dict[str, list[str]] = {}
     theirs: dict[str, str] = {}
@@ -99,7 +98,7 @@ def start(
 
 
 def _number(hosts: str) -> str:
-    """torchrun's N or N:N."""
+    """The number of hosts in torchrun's N or N:N."""
     least, colon, most = hosts.partition(":")
     if colon and least != most:
         raise UserError(f"--nnodes {hosts}: how many hosts are there? --min-ranks says with how few to go on")

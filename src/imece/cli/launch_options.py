@@ -1,4 +1,4 @@
-"""The options of `imece launch`, of which `imece drill` has more: everything but SLURM's."""
+"""Options of `imece launch`, without SLURM's; `imece drill` adds to them."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from imece.launch.processes import MAX_RANKS
 
 MAX_SECONDS = 86_400.0
 MOST_HOSTS = 1024
-MOST_RANKS = 16_384  # on all hosts: what launchers say of them has to fit in a message (hosts/frames.py)
+MOST_RANKS = 16_384  # on all hosts: messages about them must fit in a frame (hosts/frames.py)
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What stands before the script."""
+    """The options that stand before the script."""
 
     ranks: Annotated[int, tyro.conf.arg(name="nproc-per-node", aliases=["-n", "--ranks"])]
-    """How many ranks to start."""
+    """Number of ranks to start on this host."""
     module: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=["-m"])] = False
-    """The script is a module's name, as for python -m."""
+    """The script is the name of a module, as for python -m."""
     python: bool = True
-    """Run the script with Python; --no-python: it is a program of its own."""
+    """Run the script with Python. --no-python: the script is itself a program."""
     standalone: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Changes nothing: taken for torchrun's sake."""
+    """Changes nothing; accepted because torchrun has it."""
     min_ranks: int = 1
-    """The run ends (or starts again, with --max-restarts) once fewer ranks than these are left."""
-    #: How many times in all a dead rank is replaced, or all are started again where the others do not go on.
-    #: Without it a dead rank is replaced as long as steps are finished, and all are never started again.
+    """End the run (or start it again, with --max-restarts) once fewer ranks than these are left."""
+    #: How often in all a dead rank is replaced, or all ranks are started again if the others cannot go on.
+    #: Default: a dead rank is replaced as long as steps are finished, and all ranks are never started again.
     max_restarts: int | None = None
-    #: Seconds after which a rank that no longer says that it lives is ended, as if it had died; ten times as
-    #: many for one that computes; 0: never.
+    #: Seconds without a sign of life after which a rank is ended, as if it had died; ten times as many for a
+    #: rank that computes. 0: never.
     silent_s: float = 10.0
     log_dir: Path | None = None
-    """A folder for what each rank prints: rank-0.log, rank-1.log, ..."""
+    """Also write what each rank prints into this folder: rank-0.log, rank-1.log, ..."""
     grace_s: float = 30.0
-    """Seconds between a signal that is passed on to the ranks and SIGKILL."""
+    """Seconds that ranks have to end after a signal was passed on to them; then they get SIGKILL."""
     hosts: int = 1
-    """On how many hosts this command is given, with the same --ranks on each."""
+    """Number of hosts on which this command is given, with the same --ranks on each."""
     host_rank: int | None = None
-    """Which of them this is: 0, 1, ..."""
+    """The number of this host: 0, 1, ..."""
     rendezvous: str | None = None
-    """HOST:PORT, an address of host 0 and a free port there, at which the hosts meet."""
+    """HOST:PORT at which the hosts meet: an address of host 0 and a free port there."""
     job: str = "imece"
-    """A name that the launchers of all hosts give; they take in no launcher of another job."""
+    """A name that the launchers of all hosts give, so that none joins another job."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
@@ -69,12 +69,12 @@ class LaunchOptions:
 
     @property
     def all_ranks(self) -> int:
-        """On all hosts."""
+        """Ranks on all hosts."""
         return self.ranks * self.hosts
 
     @property
     def limits(self) -> Limits:
-        """Of all hosts together."""
+        """The limits of all hosts together."""
         restarts = self.max_restarts
         return Limits(self.all_ranks, self.min_ranks, restarts, restart=bool(restarts), exceptions=True)
 

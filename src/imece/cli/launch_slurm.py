@@ -1,4 +1,5 @@
-"""`imece launch --slurm ...`: which words are SLURM's, and what is done with them (launch/slurm.py)."""
+"""`imece launch --slurm ...`: tells SLURM's options from imece's, and starts, writes or submits
+(launch/slurm.py)."""
 
 from __future__ import annotations
 
@@ -43,29 +44,29 @@ _CPUS = 4
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What is asked of SLURM."""
+    """Options for SLURM."""
 
     nodes: int | None = None
-    """How many nodes. Without it one, or all of an allocation."""
-    #: How many ranks on each node (--ranks is the same). Without it one for each GPU, or each of an
-    #: allocation's tasks.
+    """Number of nodes. Default: one, or all nodes of the allocation."""
+    #: Ranks on each node (--ranks is the same). Default: one for each GPU, or for each of the allocation's
+    #: tasks.
     ranks_per_node: int | None = None
     cpus_per_rank: int | None = None
-    """Without it 4, or an equal part of an allocation's node."""
+    """CPUs of each rank. Default: 4, or an equal part of the allocation's node."""
     gpus_per_node: str | None = None
-    """A number, or a kind and a number: a100:4."""
+    """A number of GPUs, or a kind and a number: a100:4."""
     time: str | None = None
-    """The time limit, in SLURM's formats: 90, 12:00:00, 2-12. Without it the partition's."""
+    """The time limit in one of SLURM's formats: 90, 12:00:00, 2-12. Default: the partition's."""
     partition: str | None = None
     """The partition, or several with commas between them."""
     account: str | None = None
-    """Who pays."""
+    """The account that pays."""
     job_name: str | None = None
-    """Without it the script's name."""
+    """The job's name. Default: the script's name."""
     signal_s: int = 120
-    """How many seconds before its time is over the job is told to save and end; 0: never."""
+    """Seconds before the time limit at which the job is told to save and end; 0: never."""
     requeues: int = 20
-    """How many times the job may start again by itself, after its time was over, a preemption or a death."""
+    """How often the job may start itself again, after its time limit, a preemption or a death."""
     sbatch: Path | None = None
     """Write the batch file here."""
     submit: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -73,13 +74,13 @@ class SlurmOptions:
 
     @property
     def ranks(self) -> int | None:
-        """On each node, as far as the options say it. Raises ValueError."""
+        """Ranks on each node, if the options say it. Raises ValueError."""
         given = self.ranks_per_node
         return slurm.gpus(self.gpus_per_node) if given is None and self.gpus_per_node is not None else given
 
 
 def take(own: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """SLURM's options (None without --slurm), and those of `imece launch` itself."""
+    """(SLURM's options, or None without --slurm; the options of `imece launch` itself)."""
     wanted = "--slurm" in own
     ours: list[str] = []
     rest: list[str] = []
@@ -101,27 +102,28 @@ def take(own: Sequence[str]) -> tuple[list[str] | None, list[str]]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the options come to, in this environment."""
+    """What the options mean in this environment."""
 
     options: SlurmOptions
     layout: slurm.Layout
     here: bool
     """Whether the ranks start here and now."""
     task: slurm.Task | None = None
-    """What this process is, if srun has started it already: the launcher of one node."""
+    """The task that this process is, if srun has started it already: the launcher of one node."""
 
     def words(self, own: Sequence[str]) -> list[str]:
-        """The options of `imece launch` for the launcher of one node. own: those that were given."""
+        """The options of `imece launch` for the launcher of one node. own: the options of imece that were
+        given."""
         words = [*own, "--ranks", str(self.layout.ranks)]
         if self.layout.nodes == 1:
             return words
-        node = self.task or slurm.Task(self.layout.nodes, 0, "node:1", "slurm", None)  # of no matter here
+        node = self.task or slurm.Task(self.layout.nodes, 0, "node:1", "slurm", None)  # any node
         words += ["--hosts", str(node.nodes), "--host-rank", str(node.node)]
         return [*words, "--rendezvous", node.rendezvous, "--job", node.job]
 
 
 def read(words: Sequence[str]) -> Wanted:
-    """UserError for anything that cannot be."""
+    """Read SLURM's options. UserError for options that cannot be met."""
     options = parse(SlurmOptions, words, PROG, DESCRIPTION, operands="SCRIPT [its arguments]")
     writes = options.submit or options.sbatch is not None
     task = slurm.task(os.environ) if not writes and in_job_step(os.environ) else None
@@ -151,7 +153,7 @@ def read(words: Sequence[str]) -> Wanted:
 
 
 def run(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> int:
-    """Start it, write it or submit it: 0, or with the first, srun's status.
+    """Start the ranks, or write or submit the batch file. Returns srun's status if ranks are started, else 0.
 
     own: options of `imece launch`. script: as typed.
     """
@@ -163,12 +165,12 @@ def run(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Of what a launcher starts: not its own."""
+    """The environment for what a launcher starts, without the launcher's own variables."""
     return {name: value for name, value in os.environ.items() if name != slurm.FINISHED}
 
 
 def finished(status: int) -> None:
-    """The launcher of one node is about to end with this status: if all is well, the batch file is told."""
+    """Called when the launcher of one node is about to end: on success, tell the batch file."""
     if status == 0 and slurm.FINISHED in os.environ:
         try:
             Path(os.environ[slurm.FINISHED]).touch()
@@ -178,11 +180,11 @@ def finished(status: int) -> None:
 
 
 def _task(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> list[str]:
-    """What each task runs."""
+    """The command that each task runs."""
     layout = wanted.layout
     grace = [] if _has(own, "--grace-s") else ["--grace-s", str(max(30, wanted.options.signal_s))]
     dashes = ["--"] if script[0].startswith("-") else []
-    slurms = ["--slurm"] if layout.nodes > 1 else []  # to find the others
+    slurms = ["--slurm"] if layout.nodes > 1 else []  # by which tasks find the other nodes
     ranks = ["--ranks", str(layout.ranks)]
     return [sys.executable, "-m", "imece", "launch", *slurms, *ranks, *grace, *own, *dashes, *script]
 
@@ -218,12 +220,12 @@ def _has(own: Sequence[str], name: str) -> bool:
 
 
 def _name(script: Sequence[str]) -> str:
-    """The script's name, of letters that a job's name may have."""
+    """The script's name, reduced to letters that a job's name may have."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(script[0]).stem).strip("-.")[:64] or "imece"
 
 
 def _write(path: Path, text: str) -> None:
-    """UserError for a file that is there already and was not written by us: perhaps it is the script."""
+    """Write the file. UserError if one is there that imece did not write: it may be the user's script."""
     try:
         if path.exists() and slurm.MARK not in path.read_text(errors="replace")[:200]:
             raise UserError(f"--sbatch {str(path)!r}: there is a file of another kind; name a new one")

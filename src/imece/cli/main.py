@@ -1,6 +1,6 @@
-"""The command `imece`: finds the command's file, and makes of a user's mistake one line and exit status 2.
+"""The command `imece`: runs the command's file, and turns a user's mistake into one line and exit status 2.
 
-What takes time to import is imported inside of `main`, where Ctrl-C is an exit status and no traceback.
+Slow imports happen inside `main`, where Ctrl-C gives an exit status instead of a traceback.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ COMMANDS = {
     "doctor": "check this host, and every collective on it",
 }
 
-_MODULES = {"eval": "evaluate"}  # whose file has another name: eval is Python's
-_RANKS = {"train"}  # what a launcher may start as a rank: `run_as_rank(argv, stop)`
+_MODULES = {"eval": "evaluate"}  # commands whose file has another name: eval is Python's
+_RANKS = {"train"}  # commands that a launcher may start as a rank: `run_as_rank(argv, stop)`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `imece ARGV` and return its exit status; that of a death by SIGPIPE if nobody reads the output, and
-    1 if it cannot be written.
-    """
+    """Run `imece ARGV` and return its exit status: 1 if its output cannot be written, that of a death by
+    SIGPIPE if nobody reads it."""
     try:
         try:
             _take_all()
-            if _is_nowhere():  # where libraries end the process when they are loaded
+            if _is_nowhere():  # libraries would end the process while they are imported
                 return _refuse("the current folder has been removed: go to one that is there")
             return _run(list(sys.argv[1:] if argv is None else argv))
         except UserError as mistake:
             return _refuse(mistake)
         finally:
-            sys.stdout.flush()  # here: at the interpreter's end nobody could catch what it raises
+            sys.stdout.flush()  # here, because at the interpreter's end nobody could catch an error
     except BrokenPipeError:
         if not _drop_unread_output():
-            raise  # another pipe, so a mistake of ours
+            raise  # some other pipe, so a mistake of ours
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is not None or not _output_fails():
-            raise  # of a file, so a mistake of ours
+            raise  # some file, so a mistake of ours
         said = f"standard output cannot be written ({error.strerror}): make room, or send it elsewhere"
         print(f"imece: {said}", file=sys.stderr)
         return 1
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(mistake: object) -> int:
-    """Say it in one line; the exit status."""
+    """Print the mistake in one line and return the exit status."""
     from imece.cli.options import one_line
 
     print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
@@ -89,9 +88,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _run_module(name: str, arguments: list[str]) -> int:
-    """A KeyboardInterrupt in the midst of an import leaves half a module behind, or aborts in C++: signals
-    wait until all is there. A rank that was launched takes one up as it does later ones, with the others.
-    """
+    """Run a command's file. Signals wait until its imports are complete: a KeyboardInterrupt would leave half
+    a module, or abort in C++. A rank that was launched handles such a signal later, together with other
+    ranks."""
     from imece.train.stopping import Stop
     from imece.world import read_world
 
@@ -101,7 +100,7 @@ def _run_module(name: str, arguments: list[str]) -> int:
         try:
             module = importlib.import_module(f"imece.cli.{name}")
         except Exception:
-            if stop.signal and not launched:  # a second one, of which a library made this
+            if stop.signal and not launched:  # an error that a library made of a second Ctrl-C
                 raise KeyboardInterrupt from None
             raise
         if launched:
@@ -117,19 +116,18 @@ def _usage() -> str:
 
 
 def _take_all() -> None:
-    """What is printed to a closed stdout or stderr goes nowhere; what stdout's encoding has not, such as a
-    name that is no UTF-8, is escaped there as it is on stderr.
-    """
+    """Make printing never fail: a closed stdout or stderr drops what is printed, and stdout escapes what its
+    encoding lacks (a name that is not UTF-8, say), as stderr does."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):  # of a stream on a pipe that does not know where it is
+        with contextlib.suppress(OSError):  # a stream on a pipe, which has no position
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _output_fails() -> bool:
-    """Whether stdout takes nothing, as on a full disk; then what is still to come there goes nowhere."""
+    """Whether stdout cannot be written, as on a full disk; if so, drop the rest of the output."""
     try:
         print(flush=True)
     except OSError:
@@ -139,7 +137,7 @@ def _output_fails() -> bool:
 
 
 def _is_nowhere() -> bool:
-    """Whether the current folder is gone, so that no relative path can be made an absolute one."""
+    """Whether the current folder is gone, so that no relative path can be made absolute."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -148,17 +146,17 @@ def _is_nowhere() -> bool:
 
 
 def _drop_unread_output() -> bool:
-    """Whether stdout or stderr is a pipe whose reader has gone; what is still to come there goes nowhere."""
+    """Whether stdout or stderr is a pipe whose reader is gone; if so, drop the rest of the output."""
     poll = select.poll()
     for fd in (1, 2):
-        poll.register(fd, 0)  # for no event, so for errors alone
+        poll.register(fd, 0)  # no event asked for, so only errors
     unread = [fd for fd, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
     _drop(unread)
     return bool(unread)
 
 
 def _drop(fds: Iterable[int]) -> None:
-    """Whatever is written there from now on goes nowhere."""
+    """Send whatever is written there from now on to nowhere."""
     null = os.open(os.devnull, os.O_WRONLY)
     for fd in fds:
         os.dup2(null, fd)

@@ -1,7 +1,7 @@
-"""Frozen dataclass -> command line, with every mistake told in one line.
+"""Turns a frozen dataclass into a command line, with every mistake reported in one line.
 
-tyro does the parsing and the help. Its errors are boxes of several lines; here they become one
-`UserError`, which the command line prints as "imece: ..." before it exits with status 2.
+tyro parses and prints the help. Its errors are boxes of several lines; here they become one `UserError`,
+which the command line prints as "imece: ..." before it exits with status 2.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from imece.errors import UserError
 
 Config = TypeVar("Config")
 
-_BOX = "│╭╮╰╯─ "  # with these taken away a rule is an empty line
+_BOX = "│╭╮╰╯─ "  # a line of the box without these is empty
 _ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
 _CHOICE = re.compile(
     r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\."
-)  # as it is wrapped
+)  # with line breaks where tyro wraps
 _UNKNOWN = "Unrecognized options: "
 _NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
 
@@ -50,13 +50,13 @@ def parse(
     operands: str = "",
     others: Sequence[str] = (),
 ) -> Config:
-    """The `config_class` (a dataclass) that `argv` describes; `default` has the values it does not name.
+    """The `config_class` (a dataclass) that `argv` describes, with values from `default` where `argv` has
+    none.
 
-    `prog` is the command as typed ("imece bench"), `description` the text above the options in --help,
-    `operands` what follows the options and is not parsed here, `others` the options that the caller has taken
-    out of `argv`, to be named when one is mistyped.
-    --help prints and raises SystemExit(0). Raises UserError, in one line, for anything that cannot be
-    parsed and for a ValueError that the dataclass' own __post_init__ raises.
+    `prog` is the command as typed ("imece bench"); `description` is the text above the options in --help;
+    `operands` is what follows the options, not parsed here; `others` are options that the caller has taken
+    out of `argv`, suggested when one is mistyped. --help prints and raises SystemExit(0). UserError, in one
+    line, for anything that cannot be parsed, and for a ValueError from the dataclass' own __post_init__.
     """
     complaint, page = io.StringIO(), _Page(sys.stdout)
     try:
@@ -86,9 +86,8 @@ def parse(
 
 
 def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
-    """UserError for one of these options, which name files or folders, that names nothing, as with a shell's
-    variable that is not set: what is done would be done with something else.
-    """
+    """UserError if one of these options, which name files or folders, has an empty value, as from an unset
+    shell variable: the command would then work on something else."""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, given, value = word.partition("=")
         named = value if given else following
@@ -97,9 +96,8 @@ def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
 
 
 def _optional(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """`X | None` is asked for and told of as X is; "None" is taken too, to overrule a file. tyro's own union
-    shows {None}|INT, and of a mistake its list of types.
-    """
+    """Parse and show `X | None` as X, but also take "None", which overrules a file. tyro's own union shows
+    {None}|INT, and lists its types when there is a mistake."""
     inner = [each for each in get_args(kind.type) if each is not NoneType]
     if NoneType not in get_args(kind.type) or len(inner) != 1:
         return None
@@ -116,10 +114,9 @@ def _optional(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 
 def _silent_where_unset(struct: StructTypeInfo) -> StructConstructorSpec | None:
-    """Fields as tyro reads them, but of a value that is not set --help has no "(default: None)": what is done
-    without it is the text's to say.
-    """
-    if _asked:  # by the call below, which asks this rule too
+    """Fields as tyro reads them, but --help has no "(default: None)": the field's text says what None
+    means."""
+    if _asked:  # this rule was called by its own call below
         return None
     _asked.append(struct)
     try:
@@ -146,7 +143,7 @@ _RULES.struct_rule(_silent_where_unset)
 
 
 class _Page(io.StringIO):
-    """What --help prints, with colours and boxes as `stdout` shows them; tyro knows nothing of NO_COLOR."""
+    """The help text, with colours and boxes only if `stdout` would show them; tyro does not know NO_COLOR."""
 
     def __init__(self, stdout: TextIO) -> None:
         super().__init__()
@@ -167,7 +164,7 @@ def one_line(text: str) -> str:
 
 
 def option_names(config_class: type[object], prefix: str = "--") -> list[str]:
-    """The long options of a dataclass, as typed: "--out-dir", "--model.max-seq" for one within another."""
+    """The long options of a dataclass, as typed: "--out-dir"; "--model.max-seq" for a nested one."""
     if not dataclasses.is_dataclass(config_class):
         raise TypeError(f"{config_class.__name__} is not a dataclass")
     names = []
@@ -184,13 +181,13 @@ def option_names(config_class: type[object], prefix: str = "--") -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `word` probably meant, or None if none is near."""
+    """The one of `names` that `word` probably meant, or None."""
     found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
-    """The option that begins so, or is near; dashes make no two options alike."""
+    """The option that begins with `typed` or is near it; leading dashes do not count as likeness."""
     bare = {name.removeprefix("--"): name for name in names}
     word = typed.removeprefix("--").removeprefix("no-")
     begun = [name for name in bare if len(word) > 2 and name.startswith(word)]
@@ -198,7 +195,7 @@ def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
 
 
 def _of_value(message: str) -> str | None:
-    """What tyro says of a choice that there is not, or of a value that is missing: the option in front."""
+    """tyro's message about a wrong choice or a missing value, with the option in front."""
     if wrong := _CHOICE.fullmatch(message):
         value, option, listed = wrong.groups()
         choices = [each for each in re.findall(r"'([^']*)'", listed) if each != "None"]
@@ -212,13 +209,13 @@ def _of_value(message: str) -> str | None:
 
 
 def _elsewhere(typed: str, names: Sequence[str]) -> str:
-    """The options of that very name in other sections than it was typed in, or "": --lr is --optimizer.lr."""
+    """The options of the same name in other sections, or "": --lr is --optimizer.lr."""
     last = {name: name.removeprefix("--").rpartition(".")[2] for name in (typed, *names)}
     return " or ".join(name for name in names if last[name] == last[typed])
 
 
 def _box_body(box: str) -> str:
-    """What tyro says below the title of its box and above the next rule."""
+    """tyro's message: the text below the title of its box and above the next rule."""
     title, *lines = [line.strip(_BOX) for line in box.splitlines() if line.strip()] or [""]
     body: list[str] = []
     for text in lines:
@@ -232,7 +229,7 @@ def _box_body(box: str) -> str:
 def _with_hint(
     message: str, argv: Sequence[str], config_class: type[object], names: Sequence[str], prog: str
 ) -> str:
-    """`message` with the nearest option to one that does not exist, or where to find the options."""
+    """`message` with the nearest option if one does not exist, or with where to find the options."""
     own_check = f"Error parsing {config_class.__name__}: "
     if message.startswith(own_check):
         return message.removeprefix(own_check)
@@ -244,7 +241,7 @@ def _with_hint(
         message = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
     message = message.removeprefix("Error parsing ")
     section, _, said = message.partition(": ")
-    if said.startswith(f"{section}."):  # a section's own check, which names itself
+    if said.startswith(f"{section}."):  # a section's own check names the section itself
         return said
     if told := _of_value(message):
         return told

@@ -1,4 +1,4 @@
-"""`imece plan MODEL --gpus 8xH100 ...`: what fits, how fast, and why, before anything is rented."""
+"""`imece plan MODEL --gpus 8xH100 ...`: says what fits, how fast and why, before anything is rented."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ DESCRIPTION = (
     "8xA100-40 --global-batch 128. Nothing is run; all of it is arithmetic, with its errors told in "
     "docs/planner-accuracy.md. Exit status 2 if nothing fits."
 )
-_DEFAULT_TOKENS = 2**20  # of a step, where nobody says how many
-_DEFAULT_SEQ = 4096  # tokens, likewise, where the model has positions for so many
+_DEFAULT_TOKENS = 2**20  # per step, by default
+_DEFAULT_SEQ = 4096  # tokens, by default; fewer if the model has fewer positions
 _FULL_HOST = 8
-_WIDTH = 110  # columns, where the output is no terminal
-_LISTED = 50  # plans of the ranking in JSON, at least
+_WIDTH = 110  # columns, if the output is not a terminal
+_LISTED = 50  # at least as many plans of the ranking in JSON
 
 
 def run(argv: Sequence[str]) -> int:
@@ -79,7 +79,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_files(options: PlanOptions) -> None:
-    """Before anything is computed. UserError for what cannot be a picture or a page, or cannot be written."""
+    """Check all output files before anything is computed. UserError for a wrong kind of file, or one that
+    cannot be written."""
     report.check_ending("--plot", options.plot, report.PICTURES)
     report.check_ending("--html", options.html, (".html", ".htm"))
     for path in (options.plot, options.html):
@@ -87,7 +88,7 @@ def _check_files(options: PlanOptions) -> None:
 
 
 def question_of(options: PlanOptions) -> Question:
-    """What the options ask. UserError for a model, GPU, network or number that cannot be."""
+    """The question that the options ask. UserError for a model, GPU, network or number that cannot be."""
     if not options.model:
         raise UserError(
             f"no model is named: {PROG} MODEL --gpus 8xH100, and MODEL like llama-8b, 7B or config.json"
@@ -113,7 +114,7 @@ def question_of(options: PlanOptions) -> Question:
 
 
 def cluster_of(options: PlanOptions) -> Cluster:
-    """The hardware that is named, or measured."""
+    """The hardware that the options name, or that was measured."""
     if options.here:
         from imece.cli.plan_here import cluster_here
 
@@ -139,13 +140,13 @@ def cluster_of(options: PlanOptions) -> Cluster:
 
 
 def default_batch(cluster: Cluster, seq: int, micro_batch: int = 1) -> int:
-    """About a million tokens, in a number of sequences that the GPUs can share by whole micro-batches."""
+    """Sequences of about a million tokens, rounded so that the GPUs divide them into whole micro-batches."""
     at_once = cluster.gpus * max(micro_batch, 1)
     return max(1, round(_DEFAULT_TOKENS / max(seq, 1) / at_once)) * at_once
 
 
 def explain(answer: Answer, tokens: float, precision: str) -> Explained:
-    """All that is said of the winner. precision: as --precision names it."""
+    """Everything that is said of the winner. precision: as --precision names it."""
     winner = answer.best
     notes, gpu = tuple(winner.memory.notes), answer.question.cluster.gpu
     if not gpu.bf16 and answer.question.precision.activations == 2:
@@ -167,7 +168,7 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
 
 
 def width() -> int:
-    """Columns of the terminal, or a usual page's."""
+    """Columns of the terminal, or of a usual page."""
     return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
 
 
@@ -177,7 +178,7 @@ def _precision(options: PlanOptions, gpu: Gpu) -> Precision:
 
 
 def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
-    """The least that would fit, by how much it misses, and what would help."""
+    """Say which plan comes nearest to fitting, how much it lacks, and what would help."""
     question = answer.question
     find = functools.partial(_cluster_with, options, question.cluster)
     found = ways(question, gpu_names(), find, options.here)
@@ -196,14 +197,15 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
 
 
 def _cluster_with(options: PlanOptions, asked: Cluster, gpu: str, gpus_per_host: int, hosts: int) -> Cluster:
-    """What the options give with these in --gpus and --hosts: links that come with them, or are named."""
+    """The options' hardware with this GPU, number per host and hosts, with the links that come with them or
+    are named."""
     if options.here:
         kept = kept_cluster(gpus_per_host)
         assert kept is not None, "it was measured before anything was asked of it"
         return kept
-    if gpu == asked.gpu.name and options.hardware is not None:  # which describes it
+    if gpu == asked.gpu.name and options.hardware is not None:  # the file describes this GPU
         return replace(asked, gpus_per_host=gpus_per_host, hosts=hosts)
-    # What the file says of its GPU is said of no other.
+    # The file describes its own GPU only, not another one.
     of_another = options.hardware is not None and describes_gpu(options.hardware)
     hardware = None if of_another else options.hardware
     return find_cluster(gpu, gpus_per_host, hosts, options.network, hardware)

@@ -1,4 +1,4 @@
-"""`imece plan --check RUN`: where what was predicted of a run was off."""
+"""`imece plan --check RUN`: compares what was predicted of a run with what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece plan --here`: this machine, measured once and kept."""
+"""`imece plan --here`: measures this machine once and keeps the figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile
 
 
 def cluster_here(options: PlanOptions) -> Cluster:
-    """This machine with the ranks it was measured with, or shared out among --gpus. UserError if it cannot be
-    measured.
-    """
+    """This machine: all ranks that it was measured with, or those of --gpus. UserError if it cannot be
+    measured."""
     if options.gpus and not re.fullmatch(r"[1-9][0-9]{0,5}", options.gpus):
         raise UserError(f"--here --gpus {options.gpus}: with --here it is a number of ranks")
     ranks = int(options.gpus) if options.gpus else None
@@ -33,9 +32,9 @@ def cluster_here(options: PlanOptions) -> Cluster:
 
 
 def _measure(path: Path) -> None:
-    """Into the file."""
+    """Measure, and write the file."""
     check_writable(path)
-    from imece.bench.here import measure_here  # and with it torch
+    from imece.bench.here import measure_here  # imports torch
     from imece.launch.spawn import RankFailedError
     from imece.train.start import default_ranks
 

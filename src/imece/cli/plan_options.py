@@ -1,4 +1,4 @@
-"""Options of `imece plan`, and what they say in the planner's words."""
+"""Options of `imece plan`, and their translation into the planner's words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PRECISIONS = {
     "bf16-pure": Precision(parameters=2, gradients=2, masters=0, moments=2, activations=2),
     "fp8": Precision(fp8=True),
 }
-_OF_OTHERS = ("hardware", "network", "hosts", "scale")  # of other machines than this one
+_OF_OTHERS = ("hardware", "network", "hosts", "scale")  # they describe another machine than this one
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -45,25 +45,27 @@ class PlanOptions:
     """Options of `imece plan`."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A preset (llama-8b), a size (7B), a config.json of Hugging Face, or file.py:function that builds it."""
+    """A preset (llama-8b), a size (7B), a config.json of Hugging Face, or file.py:function that builds the
+    model."""
     gpus: str = ""
-    """How many of which in a host: 8xH100. More than 8 are dealt to hosts of 8: 1024xH100."""
+    """GPUs, as number x kind: 8xH100. More than 8 are spread over hosts of 8: 1024xH100."""
     hosts: int = 0
-    """Hosts, each with so many GPUs; 0: as many as --gpus needs."""
+    """Number of hosts, each with the GPUs of --gpus. 0: as many as --gpus needs."""
     network: str | None = None
-    """Between hosts: a preset, or the rate for each GPU in bits, 400Gb; none: as is usual with these GPUs."""
+    """Network between hosts: a preset, or bits per second for each GPU (400Gb). Default: what is usual with
+    these GPUs."""
     hardware: Path | None = None
-    """A TOML file with GPUs and links of your own, for --gpus to name."""
+    """A TOML file that describes your own GPUs and links, for --gpus and --network to name."""
     global_batch: int = 0
-    """Sequences of a step, of all GPUs together; 0: about a million tokens."""
+    """Sequences per step, of all GPUs together. 0: about a million tokens."""
     seq: int = 0
-    """Tokens of a sequence; 0: 4,096, or as many as the model has positions for, where those are fewer."""
+    """Tokens per sequence. 0: 4,096, or fewer if the model has fewer positions."""
     strategy: StrategyName = "auto"
-    """Only this one; auto: all are tried."""
+    """Try only this strategy; auto: all of them."""
     tensor: int | None = None
-    """GPUs that compute each layer together; none, here and below: all numbers are tried."""
+    """GPUs that compute each layer together. Default, here and in the next four: all numbers are tried."""
     pipeline: int | None = None
-    """Stages to which the layers are dealt."""
+    """Stages among which the layers are divided."""
     interleave: int | None = None
     """Parts of the model on each stage."""
     context: int | None = None
@@ -71,47 +73,48 @@ class PlanOptions:
     micro_batch: int | None = None
     """Sequences that a GPU computes at once."""
     recompute: Recomputation | None = None
-    """What of the activations is computed again in backward instead of kept."""
+    """Which activations are computed again in backward instead of kept."""
     optimizer: Optimizer = "adamw"
-    """adamw-8bit keeps its two moments in a byte each."""
+    """adamw-8bit keeps each of its two moments in one byte."""
     adapters: Adapters = "none"
-    """lora: train thin matrices beside the frozen model; qlora: and keep the model in 4 bits."""
+    """lora: train thin matrices beside the frozen model; qlora: keep the frozen model in 4 bits as well."""
     adapter_rank: int = 16
-    """Of LoRA's matrices."""
-    #: In the host's memory. optimizer: masters, summed gradients and its state; parameters: each rank's part
-    #: of the parameters too.
+    """Rank of LoRA's matrices."""
+    #: What lies in the host's memory. optimizer: masters, summed gradients and optimizer state; parameters:
+    #: also each rank's part of the parameters.
     offload: Offload | None = None
-    #: none: bf16, or where that is not multiplied fp16, and on CPUs fp32. bf16 and fp16 have fp32 masters, 16
-    #: bytes a parameter with AdamW; autocast: fp32 weights, products in bf16, as imece train does it; fp32;
-    #: bf16-pure: no masters; fp8: bf16 with the layers' products in FP8 (torchao, with --compile).
+    #: Number format. bf16 and fp16 have fp32 masters, 16 bytes a parameter with AdamW; autocast: fp32
+    #: weights, products in bf16, as imece train does it; fp32; bf16-pure: no masters; fp8: bf16 with the
+    #: layers' products in FP8 (torchao, with --compile). Default: bf16, fp16 on GPUs without bf16, fp32 on
+    #: CPUs.
     precision: PrecisionName | None = None
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
     compile: bool = False
-    """With torch.compile."""
+    """Assume torch.compile."""
     reserve: float = RESERVE
-    """Part of the memory that is to stay free: so far off is what is predicted of it."""
+    """Part of the memory that must stay free, because the prediction may be off by as much."""
     tokens: str = "1B"
-    """For how many time and price are told: 300M, 15T."""
+    """Tokens of the whole training, for its time and price: 300M, 15T."""
     scale: Literal["weak", "strong"] | None = None
-    """The same on ever more hosts: weak, with the batch growing along; strong, with the batch as it is."""
+    """Answer the same for ever more hosts. weak: the batch grows along; strong: the batch stays as it is."""
     here: bool = False
-    """Plan for this machine, which is measured first (once: the figures are kept)."""
+    """Plan for this machine. It is measured first, once, and the figures are kept."""
     again: bool = False
-    """With --here: measure anew."""
+    """With --here: measure again."""
     check: Path | None = None
-    """A run folder: what was predicted of it beside what came."""
+    """A run folder: compare its prediction with what was measured."""
     top: int = 0
-    """Also list so many of the ranking."""
+    """Also list this many plans of the ranking."""
     json: bool = False
     """Print JSON instead of text."""
     html: Path | None = None
-    """Also write a page with pictures."""
+    """Also write a page with pictures to this file."""
     plot: Path | None = None
-    """Also write a PNG: memory, step, and all plans by speed and memory."""
+    """Also draw memory, one step, and all plans by speed and memory to this PNG file."""
 
     def check_together(self) -> None:
-        """UserError for options that would mean nothing beside the others."""
+        """UserError for options that contradict each other or mean nothing together."""
         given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         if self.check is not None and (others := [name for name in given if name not in ("check", "json")]):
             names = ", ".join("MODEL" if name == "model" else _option(name) for name in others)
@@ -129,13 +132,13 @@ class PlanOptions:
         return _STRATEGIES.get(self.strategy)
 
     def precision_on(self, gpu: Gpu) -> PrecisionName:
-        """What is asked for, or what is usual there. UserError for numbers that it does not multiply: a CPU
-        emulates them, at a fraction of the rate for fp32."""
+        """The precision that is asked for, or the usual one. UserError if the hardware lacks it: a CPU only
+        emulates it, at a fraction of its rate in fp32."""
         names: list[PrecisionName] = ["bf16", "autocast", "bf16-pure"] if gpu.bf16 else []
         names += ["fp32"] if gpu.is_cpu else ["fp16", "fp32"]
         if self.precision is None:
             return names[0]
-        if self.precision == "fp8":  # goes by the model too: answer/space.py
+        if self.precision == "fp8":  # depends on the model too: answer/space.py
             return self.precision
         if self.precision not in names:
             numbers = "fp16" if self.precision == "fp16" else "bf16"
@@ -150,12 +153,12 @@ def _option(name: str) -> str:
 
 
 def precision_of(name: PrecisionName) -> Precision:
-    """Its bytes of an element."""
+    """The bytes of its elements."""
     return _PRECISIONS[name]
 
 
 def read_tokens(text: str) -> float:
-    """ "1B" -> 1e9, "300M" -> 3e8. UserError for what is no number of them."""
+    """ "1B" -> 1e9, "300M" -> 3e8. UserError for anything else."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kKmMbBtT]?)", text.strip())
     amount = float(found[1]) * _TIMES[found[2].lower()] if found else 0.0
     if not 0 < amount < math.inf:

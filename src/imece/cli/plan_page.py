@@ -1,4 +1,4 @@
-"""The pictures of `imece plan`: a PNG, and a page that explains the plan to whoever opens it."""
+"""The pictures of `imece plan`: a PNG, and an HTML page that explains the plan to whoever opens it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALT = (
 
 
 def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_file: Path | None) -> None:
-    """UserError if a file cannot be written."""
+    """Write the picture and the page that were asked for. UserError if a file cannot be written."""
     if png is not None:
         with writing(png):
             draw(explained, answer, png)
@@ -39,7 +39,7 @@ def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_
 
 
 def write_shortfall(question: Question, least: Candidate, found: Sequence[Way], page_file: Path) -> None:
-    """A page that says what is missing, and what would fit. UserError if it cannot be written."""
+    """Write a page that says how much is missing and what would fit. UserError if it cannot be written."""
     room = question.room_bytes
     missing = f"{gb(least.needed)} of {gb(room)} GB a {device(question.cluster)}"
     missing += f", {gb(least.needed - room)} GB too much"
@@ -72,7 +72,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def page_of(explained: Explained, answer: Answer) -> str:
-    """The whole page: everything inside, nothing fetched, no script."""
+    """The whole page in one file: it fetches nothing and has no script."""
     question, winner = explained.question, explained.winner
     cluster = question.cluster
     picture = io.BytesIO()
@@ -113,7 +113,7 @@ def page_of(explained: Explained, answer: Answer) -> str:
 
 
 def _time_axis(explained: Explained) -> list[tuple[str, str]]:
-    """What is drawn of the step: of each lane, all that lies on it."""
+    """The drawing of the step: for each lane, everything that lies on it."""
     lanes: dict[str, dict[str, list[Span]]] = {}
     for span in spans(explained.winner.setup, explained.question.cluster):
         lanes.setdefault(span.lane, {}).setdefault(span.name, []).append(span)
@@ -132,7 +132,7 @@ def _on_lane(name: str, found: Sequence[Span]) -> str:
 
 def _messages(explained: Explained) -> str:
     time = explained.winner.timed
-    if not sum(time.exposed.values()) + time.hidden:  # one GPU sends none
+    if not sum(time.exposed.values()) + time.hidden:  # one GPU communicates nothing
         return ""
     waiting = f"{device(explained.question.cluster)}s wait for messages"
     return f" Exposed: {waiting}. {html.escape(seconds(time.hidden))} more are hidden behind computing."
@@ -164,7 +164,7 @@ def _memory(candidate: Candidate, question: Question) -> str:
 
 
 def _next(found: Next) -> list[tuple[str, str]]:
-    """What the script has to say and do."""
+    """The script and the command for this plan."""
     if found.call is None:
         return [("", found.says)]
     names = itertools.chain(["call"], itertools.repeat(""))
@@ -184,7 +184,7 @@ def _bars(rows: Iterable[tuple[str, float, str]]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    """(name, text)s. Where no row has a name there is no column for it."""
+    """A table of (name, text) rows; without a column for names if no row has one."""
     found = list(rows)
     named = any(name for name, _ in found)
     cells = "".join(

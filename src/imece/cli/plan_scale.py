@@ -1,4 +1,4 @@
-"""`imece plan --scale weak|strong`: the same question on ever more hosts."""
+"""`imece plan --scale weak|strong`: answers the same question for ever more hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = (
 
 
 def show(options: PlanOptions, question: Question, width: int) -> int:
-    """Exit status 0; UserError if nothing fits anywhere. width: in columns."""
+    """Print the table; exit status 0. UserError if nothing fits on any number of hosts. width: in columns."""
     assert options.scale is not None
     if question.cluster.gpus > MOST_GPUS:
         raise UserError(f"--scale begins with {question.cluster.gpus:,} GPUs: it goes up to {MOST_GPUS:,}")

@@ -1,4 +1,4 @@
-"""`imece sample RUN --prompt "..."`: what a trained model writes, while it writes it."""
+"""`imece sample RUN --prompt "..."`: prints what a trained model writes, as it writes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DESCRIPTION = (
     "document ends or --tokens are written."
 )
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_LONGEST = 4  # bytes of a character
+_LONGEST = 4  # bytes of a character at most
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class SampleOptions:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     prompt: str = ""
-    """The beginning of the text; -: read it from standard input. Empty: a document from its beginning."""
+    """The beginning of the text; -: read it from standard input. Empty: begin a new document."""
     tokens: int = 200
-    """How many to write at most. Beyond the model's context it goes on from the last half of that."""
+    """Most tokens to write. Beyond its context the model goes on from the last half of the context."""
     temperature: float = 0.6
     """Above 1 wilder, below 1 tamer; 0: always the likeliest token."""
     top_k: int | None = None
-    """Draw among so many tokens, the likeliest."""
+    """Draw only among this many of the likeliest tokens."""
     top_p: float | None = 0.95
-    """Draw among the fewest tokens that together have this probability."""
+    """Draw only among the fewest tokens that together have this probability."""
     seed: int | None = None
-    """Of what is drawn; none: another text each time. The one that was used is told at the end."""
+    """Seed of the draws. Default: a new one each time, which is printed at the end."""
     which: Which = "best"
-    """Checkpoint: the one with the lowest validation loss, or the last."""
+    """Which checkpoint: the one with the lowest validation loss, or the last."""
     stop: bool = True
-    """End where the document ends; --no-stop: go on with the next one."""
+    """End where the document ends. --no-stop: go on with the next one."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -68,13 +68,13 @@ class SampleOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    """`imece sample ARGV`: exit status 0 when it has written what was asked for."""
+    """`imece sample ARGV`: exit status 0 once the text is written."""
     options = parse(SampleOptions, argv, PROG, DESCRIPTION)
     folder, device = open_run(options.run), best_device()
     model, saved = trained_model(folder, options.which, device)
     tokenizer = tokenizer_of(folder, saved)
     prompt = _standard_input() if options.prompt == "-" else options.prompt
-    # Training puts this token before each document, so the model knows it as the sign of a beginning.
+    # Training puts this token before each document, so to the model it means a beginning.
     ids = [tokenizer.before, *tokenizer.encode(prompt)]
     most = model.config.max_seq
     if len(ids) > most:
@@ -109,28 +109,29 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Text:
-    """Tokens as text, each character as soon as it is certain: a token may end in the middle of one.
+    """Turns tokens into text, showing each character once it is certain: a token may end inside a character.
 
     tokens: how many there were.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        """before: some tokens that come first; a tokenizer may write the first of a text in another way."""
+        """before: tokens that come first; a tokenizer may write the first token of a text differently."""
         self.tokens = 0
         self._tokenizer = tokenizer
-        # Decoded together each time: some tokens that are shown and end with a whole character, and new ones.
+        # Decoded together each time: a few tokens that are shown and end with a whole character, and the new
+        # ones.
         self._context, self._new = list(before[-1:]), list[int]()
         self._shown = 0  # characters of the new ones
 
     def pieces(self, tokens: Iterator[int]) -> Iterator[str]:
-        """Together they are the text of `tokens`."""
+        """The text of `tokens`, in pieces."""
         for token in tokens:
             self.tokens += 1
             self._new.append(token)
             text = self._text()
             unfinished = len(text) - len(text.rstrip(_UNKNOWN))
             # Some tokenizers show a whole run of bytes as unknown until its last character is complete. But
-            # if so many tokens did not complete one, these are bytes that are no text.
+            # if this many tokens did not complete a character, the bytes are no text.
             held = unfinished if len(self._new) <= _LONGEST else min(unfinished, _LONGEST - 1)
             certain = max(len(text) - held, self._shown)
             if certain > self._shown:
@@ -147,7 +148,7 @@ class Text:
 
 
 def _unusable(folder: RunFolder, saved: Saved, which: Which) -> str:
-    """That no token can be chosen by what this checkpoint computes, and what to do."""
+    """The message that this checkpoint's outputs choose no token, and what to do."""
     other: Which = "last" if which == "best" else "best"
     step = folder.saved(other).step
     if step < saved.step:
@@ -158,7 +159,7 @@ def _unusable(folder: RunFolder, saved: Saved, which: Which) -> str:
 
 
 def _show(text: str) -> None:
-    """A terminal must not obey what a model writes, and gets no character that it does not have."""
+    """Print without control characters, which a terminal would obey, and without characters that it lacks."""
     if sys.stdout.isatty():
         text = visible(text, sys.stdout.encoding or "utf-8")
     print(text, end="", flush=True)

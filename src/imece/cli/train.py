@@ -39,14 +39,14 @@ DESCRIPTION = (
     "are the values of the file: --print-config shows a whole one."
 )
 _PRINT = "--print-config"
-_GRACE_S = 120.0  # for a step's end and a save; a second Ctrl-C does not wait
-# Which say where a run lies, what it begins with and what it reads.
+_GRACE_S = 120.0  # for the end of a step and a save; a second Ctrl-C does not wait
+# Options that say where a run lies, what it begins from and what it reads.
 _NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths")
-_LONG_BYTES = 1_000_000  # of text: less becomes tokens before anybody wonders
+_LONG_BYTES = 1_000_000  # of text: less is tokenized before anybody wonders
 
 
 def run(argv: Sequence[str]) -> int:
-    """`imece train ARGV`: 0 when all is done, 128 + the signal that stopped it, 1 if it cannot go on."""
+    """`imece train ARGV`: 0 when training is done, 128 + the signal that stopped it, 1 if it cannot go on."""
     words = list(argv)
     printing = _PRINT in words
     if printing:
@@ -62,28 +62,26 @@ def run(argv: Sequence[str]) -> int:
             ranks = make_ready(config, report, lock)
         before = all_steps(folder.checkpoints)[-1:]
         display.under_way(f"starting {many(ranks, 'rank')}")
-        # An absolute path: one that begins with - would be an option.
+        # Absolute, because a path that begins with - would be taken for an option.
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}
         status = launch(command, Limits(ranks, restart=True), grace_s=_GRACE_S, environ=environ, direct=True)
         if status != 2:
             catch_up(folder.path)
-        if status == 2 and new and not folder.is_open:  # else a person could not mend any option
+        if status == 2 and new and not folder.is_open:  # or the user could not mend any option
             with suppress(OSError):
                 folder.take_back(config, made)
-        if (
-            status - 128 in SIGNALS and all_steps(folder.checkpoints)[-1:] == before
-        ):  # no rank says what is kept
+        if status - 128 in SIGNALS and all_steps(folder.checkpoints)[-1:] == before:  # no rank says it
             again = f"imece train --run {as_argument(folder.path)}"
             print(f"imece: no step was saved; go on with: {again}", file=sys.stderr)
         return status
 
 
 def read_config(words: list[str]) -> TrainConfig:
-    """What file, run folder and options say: options count before the file, the file before the rest.
+    """The configuration from file, run folder and options: options overrule the file, the file the defaults.
 
-    Without a file, the values of a run folder that is named (or that MODEL's own is) are what options change.
-    A run's own file means that run, wherever it has been moved to, or the command is started in.
+    Without a file, options change the values of the run folder that is named, or that the folder of MODEL
+    lies in. A run's own file means that run, wherever it was moved and wherever the command is started.
     """
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if file is not None and os.path.isdir(file):
@@ -98,7 +96,7 @@ def read_config(words: list[str]) -> TrainConfig:
                 f"{late[0]}: a config file stands before the options: {PROG} {late[0]} ..."
             ) from None
         raise
-    if config.model.weights:  # of which other values are usual
+    if config.model.weights:  # for which other values are usual
         start = _start(file, config.model.weights, config.lora.rank)
         config = parse(TrainConfig, words, PROG, DESCRIPTION, start)
     config.check_origin()
@@ -118,8 +116,8 @@ def read_config(words: list[str]) -> TrainConfig:
 
 
 def _check_schedule(words: Sequence[str], config: TrainConfig) -> None:
-    """UserError for a schedule that nothing would go by. That of a run or a file may stay there, and so may
-    one beside `--mesh.pipeline 1`."""
+    """UserError for a schedule that has no effect. One from a run or a file may stay, and so may one beside
+    `--mesh.pipeline 1`."""
     named = {word.partition("=")[0] for word in words}
     if config.mesh.pipeline == 1 and "--mesh.schedule" in named and "--mesh.pipeline" not in named:
         raise UserError(
@@ -129,7 +127,7 @@ def _check_schedule(words: Sequence[str], config: TrainConfig) -> None:
 
 
 def _start(file: Path | None, weights: str = "", rank: int | None = None) -> TrainConfig:
-    """What options change. weights: the folder that they name to begin with; rank: of adapters."""
+    """The configuration that the options change. weights: the folder to begin from; rank: of adapters."""
     if file is None:
         return defaults(weights, rank or 0)
     start = read_toml(file, weights, rank)
@@ -148,7 +146,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def run_as_rank(argv: Sequence[str], stop: Stop) -> int:
-    """`imece train ARGV` as one of the ranks that a launcher started. stop: it listens."""
+    """`imece train ARGV` as one of the ranks that a launcher started. stop: already listens for signals."""
     try:
         return run_rank(read_config(list(argv)), stop)
     except (NotFiniteError, DriftError) as error:
@@ -158,12 +156,12 @@ def run_as_rank(argv: Sequence[str], stop: Stop) -> int:
 
 @contextmanager
 def _progress(display: Display) -> Iterator[Report]:
-    """A bar while text becomes tokens; it goes away, for the header says what came of it.
+    """A bar while text is tokenized; it vanishes, because the header reports the result.
 
-    Where there is none, a line of `display` for what takes long. Ctrl-C within is told of.
+    Without a terminal: one line of `display` for what takes long, and one if Ctrl-C ends it.
     """
     console = Console(stderr=True)
-    sizes = DownloadColumn(table_column=Column(no_wrap=True))  # a second line would be drawn below itself
+    sizes = DownloadColumn(table_column=Column(no_wrap=True))  # a second line would be drawn again and again
     columns = (TextColumn("{task.description}"), BarColumn(), sizes)
     tasks: dict[str, TaskID] = {}
     try:

@@ -1,4 +1,4 @@
-"""What `sample`, `eval` and `export` have in common: a trained run, whose parts must match."""
+"""What `sample`, `eval` and `export` share: they open a trained run and check that its parts match."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from imece.train.run_folder import RunFolder
 
 
 def say(line: str) -> None:
-    """On stderr: stdout is for what was asked for."""
+    """Print on stderr: stdout is for the result."""
     print(f"imece: {line}", file=sys.stderr, flush=True)
 
 
 def best_device() -> torch.device:
-    """A GPU where there is one."""
+    """A GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def open_run(path: str) -> RunFolder:
-    """UserError if there is no run in this folder."""
+    """The run in this folder. UserError if there is none."""
     folder = RunFolder(Path(path))
     folder.config()
     return folder

@@ -1,7 +1,7 @@
-"""What a run is: frozen dataclasses that are TOML file, command line and record in the run folder alike.
+"""The config of a run: frozen dataclasses that serve as TOML file, command line and record in the run folder.
 
-Each section checks itself and raises ValueError for values that cannot be; what depends on the number of
-ranks is `train/batch.py`'s.
+Each section checks itself and raises ValueError for wrong values; checks that depend on the number of ranks
+are in train/batch.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from imece.errors import UserError
 from imece.models.presets import preset
 from imece.models.shape import TransformerConfig
 
-# All names of the strategies in data_parallel/strategy.py, ours first.
+# All names of the strategies in data_parallel/strategy.py, imece's own first.
 Strategy = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
     "ddp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
@@ -34,15 +34,15 @@ Offload = Literal["none", "optimizer", "parameters"]
 Quantize = Literal["none", "nf4"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
-# For weights that are trained already, by default: with AdamW, as most of them were. A rate that is good for
-# random ones would make them forget.
+# Default for trained weights, with AdamW, which trained most of them. A rate that suits random weights would
+# make them forget.
 TUNING_LR = 5e-5
-ADAPTER_LR = 2e-4  # adapters begin with nothing, and what they stand beside does not forget
-OF_MODEL = "model"  # the tokenizer that a model of others comes with
+ADAPTER_LR = 2e-4  # adapters start at zero, and the model beside them cannot forget
+OF_MODEL = "model"  # the tokenizer of the model that the run begins from
 LINEAR = ("q", "k", "v", "out", "gate", "up", "down")  # the matrices of a block
 
-MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML have no larger ones
-_LEAST_EPS = 1e-37  # what is much less is 0 in float32, and the update of a gradient of 0 is then 0/0
+MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML hold none larger
+_LEAST_EPS = 1e-37  # anything much smaller is 0 in float32, and an update from a gradient of 0 would be 0/0
 
 
 def _also(*names: str) -> Any:
@@ -50,7 +50,7 @@ def _also(*names: str) -> Any:
 
 
 _MOST_PARTS = 100_000
-"""Of a model, one for each step: they are written down."""
+"""Most parts in which drift is compared, one per step: all of them are listed in memory."""
 
 
 def _least(name: str, value: float, least: float, unit: str = "", most: float | None = None) -> None:
@@ -63,14 +63,14 @@ def _least(name: str, value: float, least: float, unit: str = "", most: float | 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Where the model comes from: a preset, and what is to be different in it; or a folder that holds one."""
+    """The model: a preset, and what differs from it; or a folder with a model."""
 
     preset: Annotated[str, _also("--model")] = "small"
     """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b; empty only with `weights`."""
     weights: Annotated[str, _also("--from")] = ""
-    """Begin with the model and the tokenizer of this folder: Hugging Face's format, or a run of imece's."""
+    """Begin from the model and the tokenizer in this folder: in Hugging Face's format, or a run of imece."""
     layers: int | None = None
-    """Blocks; none: as the preset says, here and below."""
+    """Blocks. Default, here and below: as in the preset."""
     width: int | None = None
     """Channels of the residual."""
     heads: int | None = None
@@ -79,11 +79,11 @@ class ModelSection:
     """Heads of keys and values."""
     mlp_width: int | None = None
     """Channels inside the MLP."""
-    #: Context, in tokens: also the length of the sequences it is trained on. With `weights` only that length;
-    #: none: 512, or the model's context where that is shorter.
+    #: Context in tokens, which is also the length of the training sequences. With `weights` only the latter;
+    #: default then: 512, or the model's context if that is shorter.
     max_seq: int | None = None
     tied_head: bool | None = None
-    """The embedding is the head too."""
+    """The embedding's weights are also the head's."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -100,16 +100,17 @@ class ModelSection:
             )
 
     def shape(self, vocab_size: int) -> TransformerConfig:
-        """A preset's model for a tokenizer of `vocab_size` entries. ValueError for a shape that cannot be."""
+        """The shape of the preset for a tokenizer of `vocab_size` entries. ValueError for an impossible
+        shape."""
         return dataclasses.replace(preset(self.preset), vocab_size=vocab_size, **self._changes())
 
     @property
     def name(self) -> str:
-        """The preset, or what the folder is called."""
+        """The preset, or the folder's name."""
         return self.preset or os.path.basename(self.absolute().weights)
 
     def absolute(self) -> ModelSection:
-        """With a name that means the same wherever a later command is started."""
+        """The same with an absolute path, so that it is valid wherever a later command starts."""
         weights = os.path.abspath(os.path.expanduser(self.weights)) if self.weights else ""
         return dataclasses.replace(self, weights=weights)
 
@@ -124,33 +125,34 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """The text, and how it becomes tokens."""
+    """The text and its tokenizer."""
 
     paths: Annotated[tuple[str, ...], _also("--data")] = ()
-    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]; none: Python's library."""
+    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's
+    library."""
     field: str = "text"
-    """Where the text is in a .jsonl or .parquet record."""
+    """The field of a .jsonl or .parquet record that has the text."""
     tokenizer: str = "bpe"
     """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of model.weights."""
     vocab_size: int = 4096
     """Entries of a tokenizer that is trained here."""
     held_out: float = 0.02
-    """Share of the documents that is for validation only, chosen by their content."""
+    """Share of the documents that is only for validation, chosen by their content."""
     folder: str = ""
-    """Where the token files are kept; empty: in the run folder. Runs on the same text can share one."""
+    """Folder for the token files; empty: the run folder. Runs on the same text can share one."""
 
     def __post_init__(self) -> None:
         try:
             self.source()
-        except ValueError as error:  # it begins with the field's name
+        except ValueError as error:  # its message begins with the field's name
             raise ValueError(f"data.{error}") from None
 
     def source(self) -> TextSource:
-        """The same for the data room. What is held out does not depend on the run's seed."""
+        """The same for `data.prepare`. Which documents are held out does not depend on the run's seed."""
         return TextSource(self.paths, self.field, self.tokenizer, self.vocab_size, self.held_out)
 
     def absolute(self) -> DataSection:
-        """With names that mean the same wherever a later command is started."""
+        """The same with absolute paths, so that they are valid wherever a later command starts."""
         tokenizer, folder = (
             os.path.abspath(os.path.expanduser(each)) for each in (self.tokenizer, self.folder)
         )
@@ -164,14 +166,14 @@ class DataSection:
 
 @dataclass(frozen=True)
 class BatchSection:
-    """The global batch: what all ranks together read for one step."""
+    """The global batch: what all ranks together read in one step."""
 
     sequences: int = 16
-    """Sequences a step, of all ranks together. More ranks share them; the step stays the same."""
+    """Sequences per step, of all ranks together. With more ranks each has fewer; the step stays the same."""
     tokens: int = 0
     """The same in tokens, instead of sequences; 0: not used."""
     micro: int = 0
-    """Sequences that one rank computes at once; 0: the most that divide its share, up to 8."""
+    """Sequences that one rank computes at once; 0: the largest number up to 8 that divides its share."""
 
     def __post_init__(self) -> None:
         _least("batch.sequences", self.sequences, 1)
@@ -181,30 +183,29 @@ class BatchSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """What makes an update of a gradient."""
+    """How gradients become updates."""
 
     #: muon: torch's Muon for the matrices of the blocks and AdamW for the rest; adamw: AdamW for all, the
     #: default with model.weights.
     kind: Optimizer = "muon"
-    #: The highest learning rate. adamw wants about a third of what muon does. With model.weights the default
-    #: is 5e-5.
+    #: The highest learning rate. adamw needs about a third of muon's. With model.weights the default is 5e-5.
     lr: float = 4e-3
     schedule: Schedule = "cosine"
     """cosine: down to min_lr at the last step; wsd: level, then down over the last fifth; constant."""
     warmup: int = 20
     """Steps over which the rate rises from 0."""
     min_lr: float = 0.1
-    """Where it ends, as a share of lr."""
+    """The rate at the end, as a share of lr."""
     weight_decay: float = 0.1
-    """On matrices only: not on norms."""
+    """Weight decay of matrices; norms have none."""
     beta1: float = 0.9
-    """AdamW: of the mean of gradients."""
+    """AdamW: decay of the mean gradient."""
     beta2: float = 0.95
-    """AdamW: of the mean of their squares."""
+    """AdamW: decay of the mean squared gradient."""
     eps: float = 1e-8
-    """AdamW: added to the root."""
+    """AdamW: added to the root of the mean squared gradient."""
     clip: float = 1.0
-    """The longest gradient, as the norm over all parameters; 0: as long as it is."""
+    """Largest norm of the gradient over all parameters; larger ones are scaled down. 0: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "warmup", "min_lr", "weight_decay", "clip"):
@@ -219,18 +220,19 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Adapters, which are all that is trained then: the model of model.weights stays as it is."""
+    """Adapters: if there are any, only they are trained, and the model of model.weights stays as it is."""
 
     rank: int = 0
-    """Train two matrices of this rank beside each of the model's, and not the model; 0: all of the model."""
+    """Train two matrices of this rank beside each matrix of the model, instead of the model; 0: train the
+    model."""
     alpha: int | None = None
-    """What they give is multiplied by alpha / rank; none: by 2."""
+    """Adapters' outputs are multiplied by alpha / rank. Default: by 2."""
     dropout: float = 0.0
-    """Share of what they read that is left out at random in training."""
+    """Share of the adapters' inputs that is dropped at random in training."""
     targets: tuple[str, ...] = LINEAR
-    """Beside which matrices of the blocks: q k v out gate up down."""
+    """The matrices of the blocks that get adapters: q k v out gate up down."""
     quantize: Quantize = "none"
-    """nf4: the matrices of the blocks are kept in 4 bits (QLoRA), by bitsandbytes."""
+    """nf4: keep the matrices of the blocks in 4 bits (QLoRA), by bitsandbytes."""
 
     def __post_init__(self) -> None:
         _least("lora.rank", self.rank, 0)
@@ -245,26 +247,26 @@ class LoraSection:
 
     @property
     def alpha_or_usual(self) -> int:
-        """Twice the rank, where nothing is said."""
+        """alpha; by default twice the rank."""
         return 2 * self.rank if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True)
 class MeshSection:
-    """How ranks work on the same batch together. Without, each has sequences of its own."""
+    """Ranks that work together on one batch. By default each rank has its own sequences."""
 
     context: int = 1
-    """Ranks that divide the positions of each sequence, for long ones: the number of ranks is a multiple."""
+    """Ranks that divide the positions of each sequence, for long ones. Must divide the number of ranks."""
     tensor: int = 1
-    """Ranks that divide the matrices of the model, for large ones: likewise. With --optimizer.kind adamw."""
+    """Ranks that divide the matrices, for large models. Must divide the number of ranks. Needs adamw."""
     sequence: bool = False
-    """With `tensor`: they divide norms and the residual too, by positions. Less memory."""
+    """With `tensor`: ranks also divide norms and the residual, by positions. Saves memory."""
     pipeline: int = 1
-    """Ranks to which the layers of the model are dealt, one after the other: likewise. What would be
-    accumulated goes through them as micro-batches, so smaller --batch.micro lets them wait less."""
+    """Ranks that divide the layers, one after the other. Must divide the number of ranks. Accumulated
+    micro-batches go through them in turn, so a smaller --batch.micro lets them wait less."""
     schedule: PipelineSchedule = "1f1b"
-    """With `pipeline`. 1f1b: a backward as soon as there can be one; gpipe: after all forwards, which takes
-    more memory; interleaved: a rank has layers at two places of the model, and waits half as long."""
+    """With `pipeline`. 1f1b: each backward as early as possible; gpipe: after all forwards, which needs more
+    memory; interleaved: a rank has layers at two places of the model, and waits half as long."""
 
     def __post_init__(self) -> None:
         _least("mesh.pipeline", self.pipeline, 1)
@@ -273,36 +275,38 @@ class MeshSection:
 
     @property
     def size(self) -> int:
-        """Ranks that work on one batch together."""
+        """Ranks that work together on one batch."""
         return self.context * self.tensor * self.pipeline
 
     @property
     def chunks(self) -> int:
-        """Stages that a rank of the pipeline has."""
+        """Stages of each rank of the pipeline."""
         return 2 if self.schedule == "interleaved" and self.pipeline > 1 else 1
 
     @property
     def deals(self) -> bool:
-        """Whether a rank has a part of the model only."""
+        """Whether a rank has only a part of the model."""
         return self.tensor * self.pipeline > 1
 
 
 @dataclass(frozen=True)
 class ComputeSection:
-    """How a step is computed. The same run may be gone on with by other means."""
+    """How a step is computed. A run may go on with other values."""
 
     dtype: Dtype = "auto"
-    """Of products: auto is bf16 where the processor or GPU multiplies in it, else fp32. Weights stay fp32."""
+    """Number format of products: auto is bf16 if the processor or GPU multiplies in it, else fp32. Weights
+    stay fp32."""
     compile: bool = False
-    """torch.compile for each block, before the first step: some ten seconds, which longer runs earn back."""
+    """Compile each block with torch.compile before the first step: takes some ten seconds, which longer runs
+    earn back."""
     recompute: bool = False
     """Keep only each block's input for backward: less memory, a third more work."""
-    #: On GPUs, what lies in the host's memory, whose CPUs make the update then. optimizer: masters, summed
-    #: gradients and its state, up to 16 bytes a parameter in all; parameters: also each rank's part
-    #: of them (zero3, hybrid). Slower, for what does not fit otherwise.
+    #: On GPUs: what lies in the host's memory, whose CPUs then make the update. optimizer: masters, summed
+    #: gradients and optimizer state, up to 16 bytes a parameter; parameters: also each rank's part of those
+    #: (zero3, hybrid). Slower, but more fits.
     offload: Annotated[Offload, _also("--offload")] = "none"
     bad_steps: int = 5
-    """So many steps in a row without a finite gradient end the run."""
+    """The run ends after this many steps in a row without a finite gradient."""
 
     def __post_init__(self) -> None:
         _least("compute.bad_steps", self.bad_steps, 1)
@@ -310,12 +314,12 @@ class ComputeSection:
 
 @dataclass(frozen=True)
 class ValidateSection:
-    """Validation while it trains. At the end, all that is held out is read."""
+    """Validation during training. At the end the whole held-out part is read."""
 
     every: int = 50
     """Steps between two validations; 0: only at the end."""
     tokens: int = 32_768
-    """Tokens a validation reads, spread over the held-out part; 0: all."""
+    """Tokens per validation, spread over the held-out part; 0: all."""
 
     def __post_init__(self) -> None:
         _least("validate.every", self.every, 0)
@@ -324,12 +328,13 @@ class ValidateSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """What is kept of the run."""
+    """Which checkpoints are made and kept."""
 
     every: int = 50
-    """Steps between two saves; 0: only at the end and when it is stopped."""
+    """Steps between two saves; 0: only at the end and when the run is stopped."""
     keep: int = 2
-    """Newest ones that are kept, fewer on a full disk; the one with the lowest validation loss stays too."""
+    """Newest checkpoints to keep, fewer on a full disk; the one with the lowest validation loss is kept
+    too."""
 
     def __post_init__(self) -> None:
         _least("checkpoint.every", self.every, 0)
@@ -338,12 +343,13 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class WatchSection:
-    """What is watched between ranks while they train."""
+    """What ranks compare with each other while they train."""
 
     drift_every: int = 20
-    """Steps in which all that several ranks hold of the model is compared once, a part a step; 0: never."""
-    #: A rank is called slow when a phase takes it so many times as long as the others, without the time it
-    #: waits, and 10 ms and 5 % of a step longer; 0: none is.
+    """Compare all that several ranks hold of the model once in this many steps, a part in each step; 0:
+    never."""
+    #: A rank is called slow if a phase takes it this many times as long as the others, waiting excluded, and
+    #: also 10 ms and 5 % of a step longer; 0: never.
     slow_ratio: float = 1.3
 
     def __post_init__(self) -> None:
@@ -354,22 +360,23 @@ class WatchSection:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All of a run."""
+    """The whole config of a run."""
 
     run: str = ""
-    """The run folder, by default runs/MODEL or runs/FOLDER's name. A run that it holds is gone on with."""
+    """The run folder. Default: runs/MODEL, or runs/NAME of the --from folder. If it holds a run, that run
+    goes on."""
     ranks: int = 0
-    """Processes that train together; 0: one for each GPU, or without any 2 (1 on a single core)."""
+    """Processes that train together; 0: one for each GPU, or without GPUs 2 (1 on a single core)."""
     steps: int = 250
-    """Optimizer updates in all. A larger number makes a finished run longer."""
-    #: What each rank holds: replicate (also ddp, NO_SHARD) all; zero1 a part of the optimizer's state;
-    #: zero2 (SHARD_GRAD_OP) of gradients too; zero3 (FULL_SHARD) of parameters too; hybrid, hybrid_zero2
-    #: such parts inside a host, with replicas between hosts. auto: what the planner finds fastest, where
-    #: imece plan --here has measured this machine; else zero1 on one host and on GPUs, else replicate,
-    #: or what fits.
+    """Optimizer steps in all. A larger number makes a finished run go on."""
+    #: What each rank holds. replicate (also ddp, NO_SHARD): everything; zero1: a part of the optimizer's
+    #: state; zero2 (SHARD_GRAD_OP): also of gradients; zero3 (FULL_SHARD): also of parameters; hybrid,
+    #: hybrid_zero2: parts within a host, replicas between hosts. auto: the fastest by the planner if imece
+    #: plan --here has measured this machine; else zero1 on one host and on GPUs, otherwise replicate, or what
+    #: fits.
     strategy: Strategy = "auto"
     seed: int = 1
-    """Of the weights and of the order of documents."""
+    """Seed of the weights and of the order of documents."""
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
@@ -398,11 +405,11 @@ class TrainConfig:
         return Path(os.path.expanduser(self.run)) if self.run else Path("runs") / self.model.name
 
     def absolute(self) -> TrainConfig:
-        """With names that mean the same wherever a later command is started."""
+        """The same with absolute paths, so that they are valid wherever a later command starts."""
         return dataclasses.replace(self, model=self.model.absolute(), data=self.data.absolute())
 
     def check_origin(self) -> None:
-        """UserError if it says twice where its model or tokenizer comes from."""
+        """UserError if it names two sources for its model or tokenizer."""
         weights, tokenizer = self.model.weights, self.data.tokenizer
         if weights and self.model.preset:
             raise UserError(
@@ -418,7 +425,7 @@ class TrainConfig:
             raise UserError(f"--data.tokenizer {OF_MODEL}: that of --from FOLDER, which is not given")
 
     def check_adapters(self) -> None:
-        """UserError if they are asked for with what does not go with them."""
+        """UserError if adapters are asked for together with an option that they do not support."""
         if not self.lora.rank:
             usual = flat(LoraSection())
             if given := [name for name, value in flat(self.lora).items() if value != usual[name]]:
@@ -440,9 +447,9 @@ class TrainConfig:
 
 
 def defaults(weights: str, rank: int) -> TrainConfig:
-    """What is not said: for a model of random weights, or one that begins with those of a folder.
+    """The defaults: for a model with random weights, or for one that begins from a folder's.
 
-    rank: of adapters, if they alone are to be trained.
+    rank: of adapters, if only they are trained.
     """
     if not weights:
         return TrainConfig()
