@@ -1,1 +1,1 @@
-"""Configuration files of other programs, read: what each of their values is here."""
+"""Reads configuration files of other programs and translates each of their values."""

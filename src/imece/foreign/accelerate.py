@@ -1,4 +1,4 @@
-"""Accelerate's configuration, as `accelerate config` writes it."""
+"""Reads Accelerate's configuration, as `accelerate config` writes it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FSDP = {
     "HYBRID_SHARD": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid_zero2",
 }
-_ON_ONE_HOST = {"hybrid": "zero3", "hybrid_zero2": "zero2"}  # where a host's ranks are all of them
-_NUMBERED = dict(enumerate(_FSDP, 1))  # FSDP's strategies may be given by number
+_ON_ONE_HOST = {"hybrid": "zero3", "hybrid_zero2": "zero2"}  # if all ranks are on one host
+_NUMBERED = dict(enumerate(_FSDP, 1))  # strategies of FSDP by number
 _AHEAD = "the next unit is always gathered ahead; gathers_in_flight= says how many"
 _NEEDLESS = {
     "fsdp_config.fsdp_backward_prefetch": _AHEAD,
@@ -66,15 +66,15 @@ _KNOWN = ("compute_environment", "distributed_type", "mixed_precision", "num_pro
 
 
 def is_accelerate(content: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of such a file."""
+    """Whether these are the keys of a file of Accelerate."""
     return "distributed_type" in content or "compute_environment" in content
 
 
 def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Settings:
-    """What the file says. ranks: in place of its own num_processes.
+    """The settings that the file asks for. ranks: replaces the file's num_processes.
 
-    A file of DeepSpeed's that it names is read too, beside it. UserError for values that cannot be, for a
-    kind of parallelism that is not here, or a file that cannot be read.
+    Also reads the file of DeepSpeed that it names. UserError for values that are wrong, a kind of parallelism
+    that imece lacks, or a file that cannot be read.
     """
     values = Reading(content, file)
     where = values.word("compute_environment")
@@ -134,7 +134,7 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
 
 
 def _word(values: Reading, name: str) -> str:
-    """In lower case; "no" where there is none. An unquoted NO is false to who reads YAML."""
+    """The value in lower case; "no" if there is none. YAML reads an unquoted NO as false."""
     word = (values.word(name) or "no").lower()
     return "no" if word == "false" else word
 
@@ -187,7 +187,7 @@ def _fsdp(values: Reading, hosts: int) -> dict[str, Any]:
 
 
 def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype: Dtype) -> Settings:
-    """Of the file that it names, or of the few values that it has itself."""
+    """The settings of the DeepSpeed file that it names, or of the few DeepSpeed values that it has itself."""
     section = "deepspeed_config."
     named = values.word(f"{section}deepspeed_config_file")
     if named is not None:
@@ -226,7 +226,7 @@ def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype:
 
 
 def _places(values: Reading) -> dict[str, Any]:
-    """Where ranks run."""
+    """Where ranks run: hosts and their meeting point."""
     found: dict[str, Any] = {"hosts": values.whole("num_machines", 1) or 1}
     values.take("num_machines", f"--hosts {found['hosts']}")
     rank = values.whole("machine_rank")

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: https://www.deepspeed.ai/docs/config-json/ ."""
+"""Reads DeepSpeed's configuration: https://www.deepspeed.ai/docs/config-json/ ."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
     "Adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
     "SGD": {"lr": 1e-3, "weight_decay": 0.0},
 }
-"""What DeepSpeed takes where a file says nothing, which is not what torch does: by torch's names for them."""
-_TORCH_DECAY = 0.01  # of torch's own AdamW
-_WARMUP, _LEAST = 1000, 1e-4  # steps, and where a cosine ends: likewise
-_PEAK, _DECAYS_FROM = "scheduler.params.warmup_max_lr", 1e-3  # the latter where WarmupDecayLR does not say it
+"""DeepSpeed's defaults where they differ from torch's, under torch's names."""
+_TORCH_DECAY = 0.01  # default of torch's own AdamW
+_WARMUP, _LEAST = 1000, 1e-4  # DeepSpeed's defaults: steps of warm-up, and the share where a cosine ends
+_PEAK, _DECAYS_FROM = "scheduler.params.warmup_max_lr", 1e-3  # the latter: default of WarmupDecayLR
 _ZERO = "zero_optimization"
 _MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "bfloat16", "fp16")
-"""Of which a file of DeepSpeed's has one at least."""
+"""Every file of DeepSpeed has one of these keys."""
 
 _OWN_SIZES = "imece sizes its buckets itself; bucket_cap_mb= of imece.parallelize changes it"
 _BY_UNIT = "units of the model are gathered, used and freed in turn; units= and gathers_in_flight= change it"
-_POWER, _GROWS_AFTER = 16, 1000  # of 2, where the scale of fp16's loss begins, and steps: likewise
+_POWER, _GROWS_AFTER = 16, 1000  # DeepSpeed's defaults for fp16: log2 of the first loss scale; steps
 _SCALER = (
     "initial_scale_power", "loss_scale_window", "loss_scale", "hysteresis", "consecutive_hysteresis",
     "min_loss_scale",
@@ -134,19 +134,19 @@ _NOT_HERE = {
 
 
 def is_deepspeed(content: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of such a file."""
+    """Whether these are the keys of a file of DeepSpeed."""
     return any(mark in content for mark in _MARKS)
 
 
 def read(
     content: Mapping[str, Any], file: str, ranks: int | None = None, hosts: int | None = None
 ) -> Settings:
-    """What the file says, and what DeepSpeed takes where it says nothing.
+    """The settings that the file asks for, with DeepSpeed's defaults where it says nothing.
 
-    ranks: those that it is for, if that is known; any two of its three batch sizes give the third then.
-    hosts: on which they are, if that is known; else it follows from the ranks of one, if those are said.
+    ranks: all ranks, if known; then any two of the three batch sizes give the third. hosts: number of hosts,
+    if known; else it follows from `ranks` and the ranks of one host, if the file has those.
 
-    UserError for values that cannot be, or contradict each other.
+    UserError for values that are wrong or contradict each other.
     """
     values = Reading(content, file)
     strategy, hosts = _strategy(values, ranks, hosts)
@@ -173,8 +173,8 @@ def read(
 
 
 def _strategy(values: Reading, ranks: int | None, hosts: int | None) -> tuple[str, int]:
-    """And the number of hosts, 1 if it is not known: of shards within a host the file says how many ranks
-    that one has."""
+    """(strategy, number of hosts): 1 host if the number is unknown. If shards stay within a host, the file
+    says how many ranks a host has."""
     name = f"{_ZERO}.stage"
     stage = values.whole(name) or 0
     if stage > 3:
@@ -205,7 +205,7 @@ def _strategy(values: Reading, ranks: int | None, hosts: int | None) -> tuple[st
 
 
 def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
-    """Of products and parameters, and of gradients on their way."""
+    """(dtype of products and parameters, dtype of gradients while they are summed)."""
     on: list[Dtype] = []
     for section, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         if values.flag(f"{section}.enabled"):
@@ -238,7 +238,7 @@ def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
 
 
 def _scaler(values: Reading) -> ScalerSettings | None:
-    """Of fp16's loss; None where that is not on, or its Trainer says whether it is."""
+    """The loss scaler of fp16; None if fp16 is off, or if the Trainer decides."""
     on, section = values.flag("fp16.enabled"), "fp16."
     if not on and not values.is_auto("fp16.enabled"):
         values.needless([f"{section}{key}" for key in _SCALER], "not asked for")
@@ -293,7 +293,7 @@ def _offload(values: Reading, strategy: str) -> Literal["optimizer", "parameters
 
 
 def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, int | None]:
-    """micro * accumulation * ranks = whole, as far as they are known."""
+    """(micro-batch, accumulation, global batch), as far as known: micro * accumulation * ranks = whole."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, accumulation, whole = (values.whole(name, 1) for name in names)
     if ranks is not None:
@@ -354,7 +354,7 @@ def _optimizer(values: Reading) -> OptimizerSettings | None:
 
 
 def _peak(values: Reading) -> float | None:
-    """The learning rate after the warm-up, where the scheduler says it: it counts, not the optimizer's."""
+    """The learning rate after warm-up, if the scheduler has one: it overrules the optimizer's."""
     kind = values.word("scheduler.type")
     said = values.number(_PEAK) if kind in ("WarmupLR", "WarmupDecayLR") else None
     return _DECAYS_FROM if kind == "WarmupDecayLR" and not values.has(_PEAK) else said

@@ -1,4 +1,4 @@
-"""A configuration file, found out whose it is, and read."""
+"""Finds out which program a configuration file belongs to, and reads it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _OTHER_FORMAT = "; Accelerate's other format ends in .yaml"
 
 
 def read_settings(file: str | os.PathLike[str] | Mapping[str, Any], ranks: int | None = None) -> Settings:
-    """What a configuration of DeepSpeed's (JSON) or Accelerate's (YAML or JSON) comes to in imece.
+    """Translate a configuration of DeepSpeed (JSON) or Accelerate (YAML or JSON) to imece.
 
         settings = imece.read_settings("ds_config.json", ranks=mesh.world_size)
         model, optimizer = imece.parallelize(model, optimizer, **settings.arguments(model))
 
-    file: its path, or its content. ranks: how many it is for, where the file does not say. `imece convert`
-    shows what becomes of each value.
+    file: its path, or its content. ranks: number of ranks, if the file does not say. `imece convert` shows
+    what becomes of each value.
 
-    UserError, with the file's name, for one that cannot be read, is of neither, or says what cannot be.
+    UserError, with the file's name, if it cannot be read, belongs to neither program, or has wrong values.
     """
     if ranks is not None and ranks < 1:
         raise UserError(f"ranks={ranks}: 1 or more are possible")

@@ -1,4 +1,4 @@
-"""A configuration's values, taken one by one, so that none is passed over in silence."""
+"""Takes the values of a configuration one by one, so that none is ignored in silence."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, Literal
 
 from imece.errors import UserError
 
-AUTO = "auto"  # of Hugging Face's Trainer, which fills it in
+AUTO = "auto"  # Hugging Face's Trainer fills in such a value
 _OFF: tuple[Any, ...] = (False, 0, "", "none", "None", "no", "NO", "false", [])
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
 class Value:
-    """One of the file's values, and what becomes of it."""
+    """One value of the file, and what becomes of it."""
 
     name: str
-    """With its sections: "zero_optimization.stage"."""
+    """Its name with its sections: "zero_optimization.stage"."""
     value: Any
     fate: Literal["taken", "needless", "left out"]
-    """needless: it is so already, or nothing depends on it here."""
+    """needless: imece does so anyway, or nothing depends on it here."""
     text: str
-    """What it is here, or why not."""
+    """What the value is in imece, or why it is left out."""
 
 
 class Reading:
-    """The values of a nested mapping by dotted names. Each is to be asked for, and its fate told, once.
+    """The values of a nested mapping by dotted names. Each is asked for, and its fate told, exactly once.
 
-    A value that is absent, null or "auto" is None. UserError, with the file's and the value's name, for one
-    of another kind than is asked for.
+    A value that is absent, null or "auto" is None. UserError, with the names of file and value, for a value
+    of the wrong kind.
     """
 
     def __init__(self, content: Mapping[str, Any], file: str) -> None:
@@ -47,15 +47,15 @@ class Reading:
             self._tell(name, "needless", "what its Trainer says counts")
 
     def has(self, name: str) -> bool:
-        """Whether the file says anything of it, if only "auto"; if not, its program's usual value counts."""
+        """Whether the file names the value, if only as "auto"; if not, its program's default counts."""
         return name in self._order
 
     def is_auto(self, name: str) -> bool:
-        """Whether its Trainer fills it in."""
+        """Whether the Trainer fills in the value."""
         return name in self._autos
 
     def flag(self, name: str) -> bool | None:
-        """True or false, also in words or as 1 and 0."""
+        """True or false, also as words or as 1 and 0."""
         value = self._get(name)
         if value is None:
             return None
@@ -64,7 +64,7 @@ class Reading:
         raise self._wrong(name, value, "true or false")
 
     def number(self, name: str) -> float | None:
-        """A finite number; YAML reads 1e-5 as text."""
+        """A finite number, also as text: YAML reads 1e-5 as text."""
         value = self._get(name)
         if value is None:
             return None
@@ -77,7 +77,7 @@ class Reading:
         return number
 
     def whole(self, name: str, least: int = 0) -> int | None:
-        """A whole number of at least `least`, also as 5e8."""
+        """A whole number of at least `least`, also written as 5e8."""
         number = self.number(name)
         if number is None:
             return None
@@ -86,7 +86,7 @@ class Reading:
         return int(number)
 
     def word(self, name: str) -> str | None:
-        """Text; a number is text too, and so are true and false."""
+        """Text; numbers, true and false count as text."""
         value = self._get(name)
         if value is None:
             return None
@@ -95,7 +95,7 @@ class Reading:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...] | None:
-        """A list of so many numbers."""
+        """A list of `count` numbers."""
         value = self._get(name)
         if value is None:
             return None
@@ -105,18 +105,18 @@ class Reading:
         return tuple(float(each) for each in value)
 
     def take(self, name: str, text: str) -> None:
-        """It is `text` here."""
+        """Record that the value becomes `text` in imece."""
         self._tell(name, "taken", text)
 
     def needless(self, names: str | Sequence[str], text: str) -> None:
-        """Those of the values (or all of such sections) that are there are so already, or of no account."""
+        """Record why these values (or all values of these sections), if present, change nothing."""
         for each in self._below(names):
             self._tell(each, "needless", text)
 
     def leave(self, names: str | Sequence[str], text: str) -> None:
-        """Those of the values (or all of such sections) that are there are left out: `text` says why.
+        """Record why these values (or all values of these sections), if present, are left out.
 
-        What is off, or 0, was not asked for.
+        Values that are off or 0 ask for nothing and are skipped.
         """
         for each in self._below(names):
             if self._open[each] in _OFF:
@@ -125,11 +125,12 @@ class Reading:
                 self._tell(each, "left out", text)
 
     def wrong(self, name: str, wanted: str) -> UserError:
-        """The error for a value that cannot be."""
+        """The error for a wrong value."""
         return self._wrong(name, self._open.get(name), wanted)
 
     def finish(self, known: Collection[str]) -> tuple[Value, ...]:
-        """All values, those that nobody asked for as unknown, with the nearest of those that are."""
+        """All values with their fates. Values that nobody asked for are unknown; the nearest known name is
+        suggested."""
         for name in [*self._open]:
             near = difflib.get_close_matches(name, [*self._known, *known], n=1, cutoff=0.8)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -161,9 +162,10 @@ class Reading:
 
 
 def from_json(text: str, where: str, hint: str = "") -> Any:
-    """UserError, with `where` it is from, for what is no JSON, or has a name twice: which one counts?
+    """The content of a JSON text. UserError, with `where` it is from, if it is not JSON, or has a key twice:
+    which value counts?
 
-    hint: what else may be the matter, where it is no JSON.
+    hint: what else may be wrong if it is not JSON.
     """
     try:
         return json.loads(text, object_pairs_hook=_each_once)
@@ -183,7 +185,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; what is null says nothing."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; nulls are dropped."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""What the configuration of another program comes to here: for one's own script, and for `imece train`."""
+"""The configuration of another program in imece's words, for a user's script and for `imece train`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What torch calls them."""
+"""torch's names of the dtypes."""
 _SHARDED = ("zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer by torch's name, with what the file says of it, or its program takes where it is silent;
-    None: as it is by default."""
+    """An optimizer under torch's name, with the values of the file or its program's defaults; None: torch's
+    default."""
 
     name: str
     lr: float | None = None
@@ -31,19 +31,20 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """A learning rate that rises over `warmup` steps and stays, or falls as a cosine to `least` of itself."""
+    """A learning rate that rises over `warmup` steps and then stays, or falls as a cosine to the share
+    `least`."""
 
     kind: Literal["constant", "cosine"]
     warmup: int | None = None
-    """None: as it is by default."""
+    """None: the usual number."""
     steps: int | None = None
-    """All of them, for the cosine."""
+    """All steps, for the cosine."""
     least: float | None = None
 
 
 @dataclass(frozen=True)
 class ScalerSettings:
-    """Arguments of `imece.GradScaler`; None: as they are by default."""
+    """Arguments of `imece.GradScaler`; None: its default."""
 
     init_scale: float | None = None
     growth_interval: int | None = None
@@ -51,9 +52,9 @@ class ScalerSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of a file of DeepSpeed's or Accelerate's, in the words of imece.
+    """The values of a file of DeepSpeed or Accelerate, in imece's words.
 
-    `arguments()` are those of `imece.parallelize`; `values` has all of the file, with what became of each.
+    `arguments()` are for `imece.parallelize`; `values` has every value of the file and what became of it.
     """
 
     file: str
@@ -61,31 +62,31 @@ class Settings:
     values: tuple[Value, ...]
     strategy: str = "replicate"
     dtype: Dtype = "fp32"
-    """Of products, and under a sharded strategy of the parameters that forward uses."""
+    """Dtype of products, and under a sharded strategy of the parameters that forward uses."""
     reduce: Dtype | None = None
-    """Of gradients while they are summed; None: that of the parameters."""
+    """Dtype of gradients while they are summed; None: that of the parameters."""
     offload: Literal["optimizer", "parameters"] | None = None
     unit_classes: tuple[str, ...] = ()
-    """Names of the classes of modules that are gathered as one."""
+    """Classes of modules, by name, that are gathered as one unit."""
     unit_elements: int | None = None
-    """Or how many elements such a module has at least."""
+    """Or the least number of elements of such a module."""
     reshard_after_forward: bool = True
     micro_batch: int | None = None
-    """Sequences, or other samples, that one rank computes at once."""
+    """Samples (sequences, say) that one rank computes at once."""
     accumulation: int | None = None
-    """Micro-batches of one rank in a step."""
+    """Micro-batches per rank and step."""
     global_batch: int | None = None
     """micro_batch * accumulation * ranks, as far as these are known."""
     clip: float | None = None
-    """The longest gradient, as the norm over all parameters; 0 for any, None where the file does not say."""
+    """Largest norm of the gradient over all parameters; 0: no limit, None: the file does not say."""
     scaler: ScalerSettings | None = None
-    """Of the loss in fp16, where the file says what it is."""
+    """The loss scaler of fp16, if the file describes it."""
     optimizer: OptimizerSettings | None = None
     schedule: ScheduleSettings | None = None
     recompute: bool = False
     compile: bool = False
     ranks: int | None = None
-    """Of all hosts together."""
+    """Ranks on all hosts together."""
     hosts: int = 1
     host_rank: int | None = None
     rendezvous: str | None = None
@@ -93,19 +94,19 @@ class Settings:
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """Names of the values that its Trainer fills in."""
+        """Names of the values that the Trainer fills in."""
         return tuple(each.name for each in self.values if each.value == AUTO)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether any rank holds a part only of anything."""
+        """Whether any rank holds only a part of anything."""
         return self.strategy in _SHARDED
 
     def arguments(self, model: nn.Module | None = None) -> dict[str, Any]:
         """For `imece.parallelize(model, optimizer, **arguments)`: strategy, precision, offload, units.
 
-        model: needed where the file names classes of modules, which are looked for in it. UserError if it is
-        not given then, or has no module of such a class.
+        model: needed if the file names classes of modules, which are looked up in it. UserError if it is
+        missing then, or has no module of such a class.
         """
         import torch
 

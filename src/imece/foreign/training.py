@@ -1,4 +1,4 @@
-"""The same settings as a file of `imece train`."""
+"""Writes the settings of another program as a file for `imece train`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
 
 
 def lacking(settings: Settings) -> str | None:
-    """What `imece train` does not have of it, so that a file would train otherwise; None: it has all."""
+    """The setting that `imece train` lacks, so that it would train differently; None if it has them all."""
     optimizer = settings.optimizer
     if optimizer is not None and _is_adamw(optimizer):
         return None
@@ -32,9 +32,10 @@ def lacking(settings: Settings) -> str | None:
 
 
 def train_toml(settings: Settings) -> str:
-    """A file for `imece train` that says what `settings` does, and what of it is left out; the rest is usual.
+    """A file for `imece train` that says the same as `settings`, and which of them are left out; the rest is
+    usual.
 
-    UserError, with the file's name, for what no run can have, and where something is `lacking`.
+    UserError, with the file's name, for settings that no run can have or that `imece train` is `lacking`.
     """
     if (why := lacking(settings)) is not None:
         raise UserError(f"{settings.file}: no file for imece train: {why}: leave --to out, or change {_TYPE}")
@@ -59,7 +60,7 @@ def train_toml(settings: Settings) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Dotted names of TrainConfig's."""
+    """Dotted names of TrainConfig -> values."""
     says_dtype = settings.dtype != "fp32" or not {*_DTYPES} & {*settings.autos}
     values: dict[str, Any] = {
         "strategy": settings.strategy,
@@ -93,7 +94,7 @@ def _values(settings: Settings) -> dict[str, Any]:
 
 
 def _is_adamw(optimizer: OptimizerSettings) -> bool:
-    """Adam without decay is the same."""
+    """Whether this is AdamW, or Adam without decay, which is the same."""
     return optimizer.name == "AdamW" or (optimizer.name == "Adam" and optimizer.weight_decay == 0)
 
 
@@ -102,7 +103,7 @@ def _comment(text: str) -> str:
 
 
 def _check(settings: Settings, values: dict[str, Any]) -> None:
-    """As the file will be checked when it is read."""
+    """Check the values as the file's reader will."""
     known = flat(TrainConfig())
     assert values.keys() <= known.keys()
     try:

@@ -1,1 +1,2 @@
-"""What training shows of itself: for now the timeline of a step."""
+"""What a run shows of itself, while it runs and afterwards: the live line, metrics, timeline, report and
+plots."""

@@ -1,4 +1,4 @@
-"""A file that only grows by whole pieces: one that the disk has no room for is not there in part."""
+"""A file that grows by whole pieces only: a piece that the disk has no room for leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 class Appending:
-    """Bytes appended to a file, each time with a system call of its own: what was written outlives a kill."""
+    """Appends bytes to a file, each piece with one system call, so that what was written survives a kill."""
 
     def __init__(self, path: Path) -> None:
-        """The folder is made. OSError if it cannot be, or if the file cannot be opened."""
+        """Makes the folder. OSError if that fails, or if the file cannot be opened."""
         self._path = path
         self._open()
 
@@ -20,8 +20,8 @@ class Appending:
         self._size_bytes = os.fstat(self._file.fileno()).st_size
 
     def write(self, piece: bytes) -> None:
-        """All of `piece`, or OSError and the file as it was before; one that was removed begins anew."""
-        if not os.fstat(self._file.fileno()).st_nlink:  # whatever is written to it goes with it
+        """Append all of `piece`; on OSError the file is as before. A file that was removed is made anew."""
+        if not os.fstat(self._file.fileno()).st_nlink:  # bytes written to a removed file would be lost
             removed = self._file
             self._open()
             removed.close()
@@ -30,11 +30,11 @@ class Appending:
             while written < len(piece):
                 written += self._file.write(piece[written:])
         except OSError:
-            # Half a piece would make the next one unreadable as well; making a file shorter needs no room.
+            # Half a piece would make the next one unreadable too; truncating needs no room.
             self._file.truncate(self._size_bytes)
             raise
         self._size_bytes += len(piece)
 
     def close(self) -> None:
-        """Close the file; nothing is left to be written."""
+        """Close the file; everything is already written."""
         self._file.close()

@@ -1,9 +1,8 @@
-"""Charts as HTML with SVG inside, which need no script and no other file.
+"""Charts as HTML and SVG that need no script and no other file.
 
-The SVG is stretched to the width there is, and what is to keep its size is not in it: words, and the grid
-below them, are HTML at per-cent places, lines have the same width at any scale, and a dot is a line of no
-length with round ends. So one chart is readable on a phone and on a wide screen. Colours are CSS variables of
-the page.
+The SVG stretches to the width of the page. What must not stretch is made otherwise: words and the grid are
+HTML at per-cent positions, lines have the same width at any scale, and a dot is a line of no length with
+round ends. So one chart is readable on a phone and on a wide screen. Colours are CSS variables of the page.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ import numpy as np
 
 from imece.observe.curves import Curve, Floats
 
-_SIZE = 1000  # of the SVG, in units of its own
-_LABEL_APART = 0.075  # of the height, between labels of levels
+_SIZE = 1000  # width and height of the SVG's own coordinates
+_LABEL_APART = 0.075  # part of the height between the labels of two levels
 
 
 class Axis:
-    """Values -> places from 0 to 1."""
+    """Maps values to places from 0 to 1."""
 
     def __init__(self, low: float, high: float, *, log: bool = False, whole: bool = False) -> None:
-        """log: the axis is logarithmic, and `low` above 0. whole: there is nothing between whole numbers. An
-        axis of no length gets some."""
+        """log: the axis is logarithmic, and `low` is above 0. whole: values are whole numbers. If `low`
+        equals `high`, the axis is widened."""
         self.low, self.log, self._whole = low, log, whole
         self.high = high if high > low else low + max(abs(low), 1.0)
 
     def place(self, values: Floats | float) -> Floats:
-        """Below 0 or above 1 for what is outside."""
+        """The place of each value: below 0 or above 1 if it is outside."""
         low, high, at = (np.log(each) if self.log else np.float64(each) for each in self._ends(values))
         return np.asarray((at - low) / (high - low))
 
     def ticks(self, most: int) -> list[float]:
-        """Round values within the axis, or powers of ten within a logarithmic one: `most` or a few less."""
+        """Round values within the axis (powers of ten on a logarithmic one): `most` or a few less."""
         if self.log and self.high / self.low > 30:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             return [10.0**power for power in range(first, last + 1, 1 + (last - first) // most)]
@@ -48,7 +47,7 @@ class Axis:
 
 
 def tick_text(value: float) -> str:
-    """20_000 -> "20k", 1_500 -> "1500", 0.0025 -> "0.0025": exact, for these are round."""
+    """20_000 -> "20k", 1_500 -> "1500", 0.0025 -> "0.0025": nothing is rounded, because ticks are round."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= (unit if unit > 1e3 else 1e4):
             return f"{value / unit:.6g}{letter}"
@@ -56,7 +55,7 @@ def tick_text(value: float) -> str:
 
 
 class Chart:
-    """A figure with axes; what is added first lies below."""
+    """A figure with axes; what is added later is drawn on top."""
 
     def __init__(
         self, title: str, unit: str, x: Axis, y: Axis, *, wide: bool = False, tall: bool = False
@@ -65,12 +64,13 @@ class Chart:
         self._wide, self._tall = wide, tall
         self._shapes: list[str] = []
         self._legend: list[str] = []
-        self._told: dict[str, str] = {}  # by name: for who does not see it
+        self._told: dict[str, str] = {}  # name -> text for people who cannot see the chart
         self._levels: list[tuple[float, str]] = []
         self.note = ""  # below the chart
 
     def line(self, curve: Curve, style: str, name: str = "") -> None:
-        """style: a class of the page's CSS. A name puts it into the legend. One point alone is a dot."""
+        """style: a class of the page's CSS. A name puts the line into the legend. A single point is drawn as
+        a dot."""
         points = self._points(curve)
         if len(curve) == 1:
             self._shapes.append(f'<path class="{style} point" d="M{points}h0"/>')
@@ -79,21 +79,21 @@ class Chart:
         self._name(curve, style, name)
 
     def dots(self, curve: Curve, name: str) -> None:
-        """Each point says its step and its value when the pointer rests on it."""
+        """Each dot shows its step and value when the pointer rests on it."""
         for step, value, point in zip(curve.steps, curve.values, self._points(curve).split(), strict=True):
             title = f"<title>step {step:.0f}: {value:.4g}</title>"
             self._shapes.append(f'<path class="dot" d="M{point}h0">{title}</path>')
         self._name(curve, "dot", name)
 
     def level(self, value: float, name: str) -> None:
-        """A line right across, with its name on it."""
+        """A horizontal line across the chart, with its name on it."""
         at = self._from_top(value)
         self._shapes.append(f'<path class="level" d="M0 {at:.1f}H{_SIZE}"/>')
         self._levels.append((at / _SIZE, name))
 
     def stack(self, curves: Sequence[tuple[Curve, str, str]]) -> None:
-        """Areas on top of each other: (curve, style, name)s, all with the same steps. Those of one step alone
-        are as wide as it is."""
+        """Areas on top of each other: (curve, style, name)s, all with the same steps. If there is one step
+        only, the areas are as wide as the chart."""
         steps = curves[0][0].steps
         sides = np.array([steps[0] - 1, steps[0]]) if len(steps) == 1 else steps
         floor = np.zeros(len(sides))
@@ -106,7 +106,7 @@ class Chart:
             floor = ceiling
 
     def html(self) -> str:
-        """A <figure>."""
+        """The chart as a <figure>."""
         grid, words = [], []
         for value in self._y.ticks(8 if self._tall else 5):
             top = f'style="top:{self._from_top(value) / _SIZE:.2%}"'
@@ -121,7 +121,7 @@ class Chart:
         note = f'<p class="note">{html.escape(self.note)}</p>' if self.note else ""
         told = [text for name, text in self._told.items() if name] or list(self._told.values())
         label = html.escape("; ".join([f"{self._title}, {self._unit}".rstrip(", "), *told]))
-        # The grid first, then words, so that no curve is hidden behind one.
+        # The grid comes first and words come last, so that no curve hides a word.
         return (
             f"<figure><figcaption>{html.escape(self._title)} <small>{html.escape(self._unit)}</small>"
             f'</figcaption>{legend}<div class="plot{" tall" if self._tall else ""}">{"".join(grid + words)}'
@@ -131,7 +131,8 @@ class Chart:
         )
 
     def _points(self, curve: Curve) -> str:
-        """As SVG has them; what is far outside stays near, where it is not seen either."""
+        """The points in SVG's notation; points far outside are moved closer, where they are still not
+        seen."""
         x = self._x.place(curve.steps) * _SIZE
         y = (1 - np.clip(self._y.place(curve.values), -0.5, 1.5)) * _SIZE
         return " ".join(f"{left:.1f},{top:.1f}" for left, top in zip(x, y, strict=True))
@@ -150,14 +151,14 @@ class Chart:
 
 
 def _round_up(number: float, whole: bool = False) -> float:
-    """The next of 1, 2, 2.5 and 5 times a power of ten; whole: of those without a fraction."""
+    """The next of 1, 2, 2.5 and 5 times a power of ten; whole: only whole numbers."""
     power = 10.0 ** math.floor(math.log10(number if not whole else max(number, 1.0)))
     steps = (step * power for step in (1, 2, 2.5, 5, 10))
     return next(step for step in steps if step >= number * (1 - 1e-9) and (not whole or step.is_integer()))
 
 
 def _spread(labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """The same from above, moved down where one would lie on another."""
+    """The labels from above, each moved down if it would lie on the one before."""
     placed: list[tuple[float, str]] = []
     for at, name in sorted(labels):
         placed.append((max(at, placed[-1][0] + _LABEL_APART) if placed else at, name))

@@ -1,4 +1,4 @@
-"""A run's figures as curves: few enough points to be drawn, and smooth enough to be read."""
+"""Turns a run's records into curves that are short enough to draw and smooth enough to read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MOST_POINTS = 2000  # of one curve in a picture: more than it has pixels across
-_WINDOW = 0.03  # of all points, around each: what a smoothed curve is the mean over
+MOST_POINTS = 2000  # points of one curve in a picture: more than it has pixels across
+_WINDOW = 0.03  # a smoothed value is the mean over this share of all points, around its own
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step; both [points]."""
+    """Values by step; both arrays are [points]."""
 
     steps: Floats
     values: Floats
@@ -28,7 +28,7 @@ class Curve:
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
-    """The figure `key` of all records that have it: not of those where it is null."""
+    """The figure `key` of all records in which it is there and not null."""
     points = [(record["step"], record[key]) for record in records if _is_number(record.get(key))]
     steps, values = np.array(points, np.float64).reshape(-1, 2).T
     return Curve(steps, values)
@@ -37,8 +37,8 @@ def curve(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
 def smoothed(raw: Curve) -> Curve:
     """The mean around each point.
 
-    Near the start over fewer points, since there a loss falls steeply; near the end over those that there
-    are, so that the curve does not end with the noise of the last step.
+    Near the start the mean is over fewer points, since the loss falls steeply there. Near the end it is over
+    the points that are left, so that the curve does not end with the noise of the last step.
     """
     count = len(raw)
     reach, places = max(int(count * _WINDOW / 2), min(3, count // 10)), np.arange(count)
@@ -69,9 +69,11 @@ def piecewise_mean(raw: Curve, most: int) -> Curve:
 
 
 def frame(curves: Sequence[Curve], levels: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest value to show, so that all `levels` are seen, and curves in their detail.
+    """The lowest and the highest value to show, so that all `levels` and the detail of the curves are
+    visible.
 
-    A few values that are far above the rest, as when a run goes astray, would press all others together.
+    A few values far above the rest, as when a run diverges, are left out: they would press all others
+    together.
     """
     values = np.concatenate([each.values for each in curves])
     low = min([values.min(), *levels])

@@ -1,7 +1,7 @@
-"""What a person sees of a run: what is about to happen, one live line, and what came of it.
+"""What a run prints: a header before it starts, one live line, and the results.
 
-On a terminal the line is drawn over itself; elsewhere it becomes a plain line now and then. No thread draws:
-who calls `step` does, a few times a second, so that nothing takes time from the training unseen.
+On a terminal the line is redrawn in place; elsewhere a plain line is printed now and then. No thread draws:
+the caller of `step` does, a few times a second, so that drawing costs no training time unseen.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from imece.observe.visible import visible
 __all__ = ["Display", "duration", "gigabytes", "si"]
 
 _DRAW_S = 0.125  # between two drawings of the line on a terminal
-_PLAIN_S = 10.0  # between two plain lines, if no tenth of the run lies between them
-_PLAIN_WIDTH = 100  # of a sample, where no terminal says how wide it is
-_LEAST_TEXT = 20  # columns beside a label, on however narrow a terminal
+_PLAIN_S = 10.0  # between two plain lines, unless a tenth of the run lies between them
+_PLAIN_WIDTH = 100  # columns of a sample without a terminal
+_LEAST_TEXT = 20  # columns beside a label, even on a narrow terminal
 
 
 class Display:
-    """A context manager; leaving it gives the terminal back as it was.
+    """A context manager that leaves the terminal as it was.
 
-    Text is printed as it is, never as markup; control characters in it become visible. An output that takes
-    nothing any more, a closed pipe, a full disk or a terminal that is gone, ends nothing.
+    Text is printed as it is, never as markup, with control characters made visible. If the output fails (a
+    closed pipe, a full disk, a terminal that is gone), training goes on.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class Display:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """console: where to; None is stdout. clock: seconds from any start."""
+        """console: where to print; None is stdout. clock: seconds since any instant."""
         self._console = console or _Stdout()
         self._clock = clock
         self._total_steps = total_steps
-        self._draws = self._console.is_interactive  # a terminal, and not a dumb one
+        self._draws = self._console.is_interactive  # false for a dumb terminal
         self._blocks = "#-" if self._console.options.ascii_only else "█░"
         self._progress: Progress | None = None
         self._live: Live | None = None
         self._next_s = 0.0  # when the line is due again
-        self._next_step = 0  # and from which step on, if there is no terminal
+        self._next_step = 0  # the step from which the line is due again without a terminal
 
     def header(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What is about to happen: a label and its text a row; a label alone is a heading."""
+        """Print what is about to happen, a label and its text in each row; a label alone is a heading."""
         self._print_rows(rows, _indent(rows))
         self._print("")
 
     def start(self, step: int) -> None:
-        """Training begins, or goes on, with so many steps done."""
+        """Training begins, or goes on, with `step` steps done."""
         now = self._clock()
         self._progress = Progress(self._total_steps, step)
         self._next_step = step
@@ -69,7 +69,7 @@ class Display:
             self._draw(self._progress)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is done: its record, as metrics.jsonl has it. Costs microseconds unless the line is due."""
+        """A step is done. record: as in metrics.jsonl. Costs microseconds unless the line is due."""
         assert self._progress is not None, "step() before start()"
         self._progress.add(record, self._clock())
         if self._draws:
@@ -82,12 +82,12 @@ class Display:
             self._print(self._progress.line())
 
     def under_way(self, text: str) -> None:
-        """What takes a while and is no step: said where no terminal shows that something goes on."""
+        """Say that something slow has begun that is not a step; only where no terminal shows progress."""
         if not self._draws:
             self._print(text)
 
     def note(self, text: str) -> None:
-        """Something to be told in between: above the live line, which stays as it is."""
+        """Print a message above the live line, which stays."""
         self._print(text)
 
     def done(
@@ -96,9 +96,9 @@ class Display:
         sample: str | None,
         next_commands: Sequence[tuple[str, str]],
     ) -> None:
-        """What came of it: labelled rows, a text of the model's own, and (label, command)s to go on with.
+        """Print the results: labelled rows, a text that the model wrote, and (label, command)s to go on with.
 
-        Rows are wrapped, lines of the sample are cut, and commands are left whole so that they can be copied.
+        Rows are wrapped and lines of the sample are cut, but commands stay whole so that they can be copied.
         """
         self.close()
         self._print("")
@@ -112,7 +112,7 @@ class Display:
             self._print(Text.assemble((f"{label:<{indent}}", "bold"), self._text(command)))
 
     def close(self) -> None:
-        """The live line stays as the last step left it; what is printed from now on comes below."""
+        """Leave the live line as the last step drew it; later output comes below."""
         if self._live is not None:
             if self._progress is not None:
                 self._draw(self._progress)
@@ -130,7 +130,7 @@ class Display:
 
     @property
     def _width(self) -> int:
-        # Some terminals wrap a line that is exactly as wide as they are.
+        # Some terminals already wrap a line that is exactly as wide as they are.
         return self._console.width - 1 if self._console.is_terminal else _PLAIN_WIDTH
 
     def _is_due(self) -> bool:
@@ -141,7 +141,7 @@ class Display:
         self._next_s = self._clock() + _DRAW_S
         with self._whatever_the_output_says():
             if self._live is None:
-                # What others print meanwhile comes above the line, if it is meant for the same terminal.
+                # Rich prints others' output above the line, if it goes to the same terminal.
                 self._live = Live(
                     line,
                     console=self._console,
@@ -150,7 +150,7 @@ class Display:
                     redirect_stderr=sys.stderr.isatty(),
                 )
                 self._live.start()
-                self._console.show_cursor(True)  # a killed process could not give it back
+                self._console.show_cursor(True)  # a killed process could not show it again
             self._live.update(line, refresh=True)
 
     def _print_rows(self, rows: Sequence[tuple[str, str]], indent: int) -> None:
@@ -171,7 +171,7 @@ class Display:
         return text
 
     def _print(self, text: str | Text) -> None:
-        """Above the live line, if there is one; never wrapped, or it could not be copied."""
+        """Print above the live line, if there is one; never wrapped, so that the text can be copied."""
         with self._whatever_the_output_says():
             self._console.print(self._text(text) if isinstance(text, str) else text, soft_wrap=True)
 
@@ -179,22 +179,22 @@ class Display:
     def _whatever_the_output_says(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # it may take the next line again; the training is worth more than this one
+        except OSError:  # the terminal may take the next line; training matters more than this one
             return
 
 
 def _indent(rows: Sequence[tuple[str, str]]) -> int:
-    """Where the texts begin; a label without one may be as long as it likes."""
+    """The column where texts begin; a label without text may be longer."""
     return 2 + max((len(label) for label, text in rows if text), default=0)
 
 
 class _Stdout(Console):
     def __init__(self) -> None:
-        # FORCE_COLOR asks for colours in a file; a line drawn over itself would be of no use there.
+        # FORCE_COLOR asks for colours in a file, but a line redrawn in place is of no use there.
         super().__init__(force_interactive=None if sys.stdout.isatty() else False)
 
     def on_broken_pipe(self) -> None:
         try:
-            super().on_broken_pipe()  # nothing is printed from now on, not even by the interpreter's end
+            super().on_broken_pipe()  # from now on nothing is printed, not even at the interpreter's end
         except SystemExit:
-            return  # the reader has gone, which is no reason for the training to go too
+            return  # nobody reads, but training goes on

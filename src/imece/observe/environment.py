@@ -1,4 +1,4 @@
-"""What a figure was measured on: facts of the machine and versions."""
+"""What figures were measured on: facts of the machine, and versions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PACKAGES = ("numpy", "safetensors", "tokenizers")
 
 
 def environment() -> dict[str, Any]:
-    """Machine and versions, ready for JSON: no host's name, no path, no user.
+    """Machine and versions, ready for JSON: without host names, paths and users.
 
-    memory_bytes: of the host. gpus: those this process sees, each with name and memory_bytes; asking takes
-    the GPUs' memory for a context, so a process that computes on them should ask, not one that only starts
-    others. cuda and nccl are there with GPUs only. A package that is not installed is None.
+    memory_bytes: of the host. gpus: those that this process sees, each with name and memory_bytes. Asking for
+    them makes a context in the GPU's memory, so only a process that computes on them should ask. cuda and
+    nccl: only if there are GPUs. A package that is not installed is None.
     """
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Its installed version, or None."""
+    """The installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -50,7 +50,7 @@ def version(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """As the kernel calls it."""
+    """The CPU's name in the kernel's words."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""The figures of a step as a TensorBoard event."""
+"""Writes the figures of a step as a TensorBoard event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from imece.observe.appending import Appending
 
-# Key of a record -> TensorBoard's tag. It groups its charts by what is before a slash.
+# Key of a record -> TensorBoard's tag. TensorBoard groups charts by the part before the slash.
 TAGS = {
     "loss": "loss",
     "val_loss": "val_loss",
@@ -31,18 +31,18 @@ TAGS = {
 
 
 class Events:
-    """Scalars in a new file of `folder`; one event holds all of a step.
+    """Scalars in a new file of `folder`; one event holds all scalars of a step.
 
-    Not torch's SummaryWriter: it makes an event of each scalar, and writes from a thread, where an error of
-    the disk ends the thread and nobody is told.
+    Not torch's SummaryWriter: that makes one event for each scalar, and writes in a thread, which ends
+    silently when the disk fails.
     """
 
     def __init__(self, folder: Path, from_step: int, now: float) -> None:
-        """TensorBoard is told to forget what earlier files of `folder` hold of steps after `from_step`.
+        """Makes TensorBoard forget what earlier files of `folder` hold of steps after `from_step`.
 
-        now: unix seconds; TensorBoard reads the files in their order. OSError if the file cannot be made.
+        now: unix seconds; TensorBoard reads files in their order. OSError if the file cannot be made.
         """
-        # A fifth of a second of importing, which only a program that makes events should wait for.
+        # This import takes a fifth of a second, which only a program that writes events should pay.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -55,7 +55,7 @@ class Events:
         self._add(Event(wall_time=now, step=from_step + 1, session_log=started))
 
     def write(self, record: Mapping[str, object], now: float) -> None:
-        """The numbers of `record` that have a tag, at its "step". OSError if they cannot be written."""
+        """Write the numbers of `record` that have a tag, at its "step". OSError if that fails."""
         values = [
             self._summary.Value(tag=tag, simple_value=value)
             for key, tag in TAGS.items()

@@ -1,4 +1,4 @@
-"""loss.png: what the model learned, as one picture for a README or a message."""
+"""loss.png: the loss curves of a run, as one picture for a README or a message."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _INCHES, _DPI = (12, 7), 100  # 1200 x 700 pixels
 
 
 def write_loss_plot(run: Path) -> None:
-    """Write loss.png into the run folder `run` from what is in it; nothing if no step has a loss.
+    """Write loss.png into the run folder `run`; nothing if no step has a loss.
 
-    OSError if it cannot be written; what was there before is then still there.
+    OSError if that fails; an earlier loss.png is then still there.
     """
     files = RunFiles.read(run)
     raw, validation = curve(files.records, "loss"), curve(files.records, "val_loss")
     if not len(raw):
         return
-    from matplotlib.figure import Figure  # a second of importing that only a drawing should cost
+    from matplotlib.figure import Figure  # this import takes a second, which only drawing should pay
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
@@ -34,7 +34,7 @@ def write_loss_plot(run: Path) -> None:
             textcoords="offset points", ha="right", color=_SOFT, fontsize=13,
         )  # fmt: skip
     drawn, smooth, dots = thinned(raw), thinned(smoothed(raw)), thinned(validation)
-    marker = "o" if len(raw) == 1 else None  # of which a line would show nothing
+    marker = "o" if len(raw) == 1 else None  # a line through one point would show nothing
     axes.plot(drawn.steps, drawn.values, color=_RAW, linewidth=0.9, label="training, each step")
     axes.plot(
         smooth.steps, smooth.values, color=_MAIN, linewidth=2.6, marker=marker, label="training, smoothed"

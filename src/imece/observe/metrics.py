@@ -1,7 +1,7 @@
-"""metrics.jsonl and TensorBoard's events: what each step was like, on disk the moment it is told.
+"""metrics.jsonl and TensorBoard's events: the figures of each step, on disk as soon as they are known.
 
-Figures are worth less than the training they are of: no trouble with the disk ends it. It is told once, and
-each step tries again.
+Figures matter less than training: if the disk fails, the run goes on. That is reported once, and each step
+tries again.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from imece.observe.events import Events
 from imece.writing import whole_file
 
 FILE = "metrics.jsonl"
-EVENTS = "tensorboard"  # the folder
+EVENTS = "tensorboard"  # name of TensorBoard's folder in the run folder
 
 
 class Metrics:
-    """The writer of a run's figures; one process of the run has it."""
+    """Writes the figures of a run; only one process of the run has one."""
 
     def __init__(self, folder: Path, *, from_step: int = 0, alarm: Callable[[str], None]) -> None:
-        """folder: the run's, made if it is not there. What is there of steps after `from_step` is dropped.
+        """folder: the run folder, made if missing. Figures of steps after `from_step` are dropped from it.
 
-        alarm: told in one line when something cannot be written; once, however long that lasts.
+        alarm: called with one line when writing fails; once, however long it keeps failing.
         """
-        self._alarm: Callable[[str], None] | None = alarm  # None once it has been told
+        self._alarm: Callable[[str], None] | None = alarm  # None once it was called
         self._path, self._events_folder = folder / FILE, folder / EVENTS
         self._file: Appending | None = None
         self._events: Events | None = None
         with self._telling(self._path):
             _keep_until(self._path, from_step)
-        with self._telling(self._path):  # also if that failed: the reader can tell what was taken back
+        with self._telling(self._path):  # even if that failed: the reader ignores such records
             self._file = Appending(self._path)
         with self._telling(self._events_folder):
             self._events = Events(self._events_folder, from_step, time.time())
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A step's figures: "step" and numbers, strings or None by name. What is not finite becomes null."""
+        """Write a step's figures: "step", and numbers, strings or None by name. Non-finite numbers become
+        null."""
         clean = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -55,7 +56,7 @@ class Metrics:
                 self._events.write(clean, time.time())
 
     def close(self) -> None:
-        """Close the files; nothing is left to be written."""
+        """Close the files; everything is already written."""
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
@@ -72,10 +73,11 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder, by ascending step; [] if there is no file.
+    """The records of a run folder by ascending step; [] if there is no file.
 
-    A line that is no record is passed over: a kill or a full disk can cut one. Of several records of a step
-    the last in the file counts, and what stands before it of later steps is of a run that was taken back.
+    Lines that are no record are skipped: a kill or a full disk can cut a line. If a step has several records,
+    the last one counts, and earlier records of later steps are dropped: they belong to a part of the run that
+    was taken back.
     """
     records: list[dict[str, Any]] = []
     for _, record in _lines(folder / FILE):
@@ -87,7 +89,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with the record in it, or None if there is none."""
+    """Each line with its record, or None if it is none."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Take the records after `step`, and lines that are none, out of the file; it changes at one instant."""
+    """Remove records after `step`, and broken lines, from the file; it is replaced atomically."""
     if all(record is not None and record["step"] <= step for _, record in _lines(path)):
         return
     with whole_file(path, durable=True) as file:

@@ -1,10 +1,10 @@
-"""The shell of a report page: everything inside, nothing fetched, no script, light and dark."""
+"""The frame of a report page: one file that fetches nothing and has no script, in light and dark."""
 
 from __future__ import annotations
 
 import html
 
-# Even if text of a model came into the page as markup, a browser would run and fetch nothing of it.
+# Even if a model's text came into the page as markup, a browser would run and fetch nothing of it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
@@ -89,7 +89,7 @@ summary { cursor: pointer; font-size: 1.1rem; font-weight: 650; margin: 2.2rem 0
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document; `body` is markup already, `title` is text."""
+    """A whole HTML document. `body` is markup, `title` is plain text."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'

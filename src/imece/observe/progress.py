@@ -1,4 +1,4 @@
-"""How far a run is, how well it goes and how long it will take, as one line of any width."""
+"""The progress line of a run, at any width: how far it is, how well it goes, how long it will take."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from rich.text import Text
 
 from imece.observe.units import duration, gigabytes, si
 
-_SHOWN_S = 3.0  # what is shown is the mean over about so long: single losses jump too much to be read
-_PACE_S = 60.0  # and the time that is left goes by so long, with the validations and saves in it
+_SHOWN_S = 3.0  # the line shows means over about this time: single losses jump too much to be read
+_PACE_S = 60.0  # the remaining time is estimated from this time, with validations and saves in it
 _GAP = "  "
 _LEAST_BAR, _MOST_BAR = 5, 24
 
-# Who stays beside the step when a line is too short for all: those that fit, asked in this order.
+# If a line is too short for all fields, these stay beside the step as far as they fit, in this order.
 _IMPORTANCE = ("loss", "left", "skipped", "tokens", "val", "bar", "exposed", "memory", "mfu")
-# The room that is kept for a field even if it is shorter just now, so that its neighbours do not come and go.
+# Least width of each field, so that its neighbours do not move when its text gets shorter.
 _ROOM = {"loss": 10, "left": 10, "tokens": 14, "val": 9, "exposed": 14, "memory": 7, "mfu": 8}
 _STYLES = {"loss": "bold", "val": "bold cyan", "skipped": "yellow", "left": "dim"}
 
 
 def _bar(share: float, width: int, blocks: str) -> Text:
-    """`share` (0 to 1) of `width` columns; `blocks` are the two characters, for done and to do."""
+    """`width` columns, `share` (0 to 1) of them done; `blocks` are the two characters, for done and to do."""
     done = min(width, int(width * share))
     return Text.assemble((blocks[0] * done, "green"), (blocks[1] * (width - done), "dim"))
 
 
 class _Recent:
-    """Sums in which what is older than `span_s` hardly counts any more."""
+    """Sums in which values older than `span_s` hardly count."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._sums: dict[str, float] = {}
 
     def add(self, took_s: float, **values: float) -> None:
-        """`values` of something that took `took_s`."""
+        """Add `values` of something that took `took_s`."""
         fade = math.exp(-took_s / self._span_s)
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) * fade + value
 
     def ratio(self, above: str, below: str) -> float | None:
-        """Of two sums; None if there is nothing yet to divide by."""
+        """The ratio of two sums; None if the second is still 0."""
         divisor = self._sums.get(below, 0.0)
         return self._sums.get(above, 0.0) / divisor if divisor else None
 
 
 class Progress:
-    """What the line says. `add` is called at every step and so does little."""
+    """The content of the line. `add` is called in every step, so it does little."""
 
     def __init__(self, total_steps: int, step: int) -> None:
-        """`step` updates of `total_steps` are done."""
+        """`step` of `total_steps` steps are done."""
         self.total_steps, self.step = total_steps, step
         self._skipped = 0
         self._memory_bytes = 0
         self._val_loss: float | None = None
-        self._exposes = False  # a run of one rank has no communication, and nothing to say of it
+        self._exposes = False  # a run of one rank has no communication to show
         self._recent = _Recent(_SHOWN_S)
         self._pace = _Recent(_PACE_S)
-        # When the last step ended. The first step is not like the others, so its time does not count.
+        # When the last step ended. The first step's time does not count: it is slower than the others.
         self._at: float | None = None
 
     def add(self, record: Mapping[str, Any], now: float) -> None:
-        """One more step, which ended at `now` seconds: a record as metrics.jsonl has it."""
+        """Add a step that ended at `now` seconds. record: as in metrics.jsonl."""
         self.step, self._memory_bytes = record["step"], record.get("memory_bytes") or 0
         step_s = record.get("step_s") or 0.0
         self._recent.add(
@@ -82,12 +82,12 @@ class Progress:
         self._skipped += "skipped" in record
 
     def line(self) -> str:
-        """All there is to say, for a log."""
+        """All fields in one line, for a log."""
         fields = {"step": f"step {self.step}/{self.total_steps}"} | self._fields()
         return _GAP.join(fields.values())
 
     def drawn(self, width: int, blocks: str) -> Text:
-        """What fits into `width` columns, with a bar; `blocks` are its two characters: done and to do."""
+        """What fits into `width` columns, with a bar; `blocks` are its two characters, for done and to do."""
         digits = len(str(self.total_steps))
         step = f"step {self.step:>{digits}}/{self.total_steps}"
         fields = {"step": step, "bar": blocks[1] * _LEAST_BAR} | self._fields()

@@ -24,7 +24,7 @@ from imece.writing import write_whole
 
 __all__ = ["catch_up", "write_loss_plot", "write_report"]
 
-# Of a step: key of the record, which is the CSS class too, and name.
+# The parts of a step: key of the record, which is also the CSS class, and name.
 _PARTS = {
     "data": "data",
     "forward": "forward",
@@ -39,9 +39,9 @@ _MOST_SKIPPED = 100  # rows
 
 
 def write_report(run: Path) -> Path:
-    """Write report.html into the run folder `run` from what is in it; the file's path.
+    """Write report.html into the run folder `run` and return the file's path.
 
-    OSError if it cannot be written; what was there before is then still there.
+    OSError if that fails; an earlier report.html is then still there.
     """
     files = RunFiles.read(run)
     sections = [
@@ -63,9 +63,10 @@ def write_report(run: Path) -> Path:
 
 
 def catch_up(run: Path) -> None:
-    """Write loss.png and report.html if steps were made after them, of which no rank could tell any more.
+    """Write loss.png and report.html again if the run made steps after them, because its ranks died before
+    they could.
 
-    A disk that is full is told of by whoever writes figures and checkpoints.
+    A full disk is not reported here: whoever writes figures and checkpoints reports it.
     """
     report = run / "report.html"
     with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ def _head(files: RunFiles) -> str:
 
 
 def _tiles(files: RunFiles) -> str:
-    """The figures of the end, or those so far."""
+    """The figures at the end, or so far."""
     summary, records = files.summary, files.records
     tiles = []
     if files.val_loss is not None:
@@ -117,7 +118,7 @@ def _tiles(files: RunFiles) -> str:
 
 
 def _baselines(files: RunFiles) -> str:
-    """Bars: what models without training would reach, and this one."""
+    """Bars: what models without training would reach, and what this one reached."""
     if not files.baselines or files.val_loss is None:
         return ""
     rows = [*files.baselines.items(), ("this model", files.val_loss)]
@@ -186,7 +187,7 @@ def _optimization(files: RunFiles) -> str:
 
 
 def _time(files: RunFiles) -> str:
-    """How fast it went, and of what a step's time is made."""
+    """How fast the run was, and what a step's time consists of."""
     html = []
     if len(speed := curve(files.records, "tokens_per_s")):
         chart = Chart("Throughput", "tokens a second, all ranks", _steps(files), _from_zero(speed), wide=True)
@@ -195,7 +196,7 @@ def _time(files: RunFiles) -> str:
         html.append(chart.html())
     parts = {part: curve(files.records, f"{part}_s") for part in _PARTS}
     parts = {part: times for part, times in parts.items() if len(times)}
-    if len(parts.get("copy", ())) < max(map(len, parts.values()), default=0):  # part of it had no recovery
+    if len(parts.get("copy", ())) < max(map(len, parts.values()), default=0):  # recovery was off at times
         parts.pop("copy", None)
     if parts and len({len(times) for times in parts.values()}) == 1:
         html += [_split(files, parts), _time_table(files, parts)]
@@ -259,7 +260,7 @@ def _skipped(files: RunFiles) -> str:
 
 
 def _watched(files: RunFiles) -> str:
-    """What ranks held that others did not, and whom all waited for."""
+    """Which ranks drifted, and for which ranks all waited."""
     rows, before = [], None
     for record in files.records:
         if drift := record.get("drift"):
@@ -306,7 +307,7 @@ def _commands(files: RunFiles) -> str:
         ("Weights for transformers and others", f"imece export {run} --to hf FOLDER"),
         ("All curves in TensorBoard", f"tensorboard --logdir {run}/tensorboard"),
     ]
-    if kept is None:  # what reads the model needs a checkpoint
+    if kept is None:  # commands that read the model need a checkpoint
         commands = [on, commands[-1]]
     rows = "".join(f"{what}<pre>{_text(command)}</pre>" for what, command in commands)
     return f'<h2>To go on</h2>\n<div class="commands">{rows}</div>'
@@ -349,7 +350,7 @@ def _from_zero(values: Curve) -> Axis:
 
 
 def _steps(files: RunFiles) -> Axis:
-    return Axis(0.0, 1.01 * files.steps_done, whole=True)  # so that the last point is seen whole
+    return Axis(0.0, 1.01 * files.steps_done, whole=True)  # wider, so that the last point is drawn whole
 
 
 def _text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run folder says of its run, as far as it is there: a run may be going on, or have been cut short."""
+"""Reads what a run folder holds, complete or not: the run may still be going on, or have been cut short."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from imece.observe.metrics import read_metrics
 
 Json = dict[str, Any]
 ENDED = "ended"
-"""The key of summary.json that says why a run ended before it was finished."""
+"""The key of summary.json that says why a run ended early."""
 CHECKPOINT = "checkpoint"
-"""And the one with the step of the newest checkpoint that is on the disk then; null: there is none."""
+"""The key of summary.json with the step of the newest checkpoint on the disk; null: there is none."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """All that pictures and pages of a run are made from."""
+    """Everything that a run's pictures and pages are made from."""
 
     path: Path
-    records: list[Json]  # of metrics.jsonl, by step
+    records: list[Json]  # from metrics.jsonl, by step
     config: str  # the text of config.toml, or ""
-    environment: Json  # {} if there is none, here and below
+    environment: Json  # {} if the file is missing; so are those below
     summary: Json
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A file that is missing or cut is as if it were empty, and so is the summary of an end after which
-        the run has gone on. OSError for one that cannot be read."""
+        """A missing or cut file counts as empty, and so does a summary after which the run went on. OSError
+        for a file that cannot be read."""
         config = path / "config.toml"
         text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
         records, summary = read_metrics(path), _json(path / "summary.json")
@@ -42,23 +42,23 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """As a person calls the run."""
+        """The run's name for people."""
         return self.path.resolve().name
 
     @property
     def argument(self) -> str:
-        """The run folder in a command to copy: from here, if it is below the folder one is in."""
+        """The run folder as an argument in a command to copy: relative if it is below the current folder."""
         near = os.path.relpath(self.path)
         return as_argument(self.path if near.startswith("..") else near)
 
     @property
     def steps_done(self) -> int:
-        """Of the newest record."""
+        """The step of the newest record."""
         return int(self.records[-1]["step"]) if self.records else 0
 
     @property
     def total_steps(self) -> int:
-        """That the config asks for, or what is done if it does not say."""
+        """The steps that the config asks for, or those that are done if it does not say."""
         try:
             asked = tomllib.loads(self.config).get("steps")
         except tomllib.TOMLDecodeError:
@@ -67,30 +67,30 @@ class RunFiles:
 
     @property
     def ended(self) -> str:
-        """Why, where that was before the run was finished; "" if nothing says so."""
+        """Why the run ended early; "" if nothing says so."""
         return str(self.summary.get(ENDED, ""))
 
     @property
     def kept(self) -> int | None:
-        """The step of the newest checkpoint, as the end says; the last one's where it does not."""
+        """The step of the newest checkpoint as the summary says, or else the last step."""
         found = self.summary.get(CHECKPOINT, self.steps_done)
         return found if isinstance(found, int) else None
 
     @property
     def baselines(self) -> dict[str, float]:
-        """Name -> nats a token, the worst first."""
+        """Name -> nats per token, the worst first."""
         return dict(sorted((self.summary.get("baselines") or {}).items(), key=lambda each: -each[1]))
 
     @property
     def val_loss(self) -> float | None:
-        """Of the end, or else the newest."""
+        """The validation loss at the end, or else the newest."""
         newest = [record["val_loss"] for record in self.records if record.get("val_loss") is not None]
         found = self.summary.get("val_loss")
         return float(found) if found is not None else newest[-1] if newest else None
 
 
 def as_argument(path: str | Path) -> str:
-    """A path as a shell takes it, and a command, which reads what begins with - as an option."""
+    """A path quoted for the shell, and so that a command does not take it for an option."""
     name = str(path)
     return shlex.quote(f"./{name}" if name.startswith("-") else name)
 

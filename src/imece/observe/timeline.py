@@ -1,8 +1,8 @@
-"""The timeline of a step: compute, the communication of each bucket, and what of it nothing hid.
+"""The timeline of a step: compute, each bucket's communication, and how much of it was exposed.
 
-Communication is *hidden* while backward still computes and *exposed* after the last gradient, when the step
-can only wait. All times are `time.perf_counter()` seconds; on Linux the ranks of one host share that clock,
-so their rows can lie side by side.
+Communication is *hidden* while backward still computes, and *exposed* after the last gradient, when the step
+can only wait. All times are `time.perf_counter()` seconds; on Linux all ranks of a host share that clock, so
+their rows can be compared.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 class BucketTraceLike(Protocol):
-    """One bucket's way in one step."""
+    """One bucket's communication in one step."""
 
     @property
     def index(self) -> int:
-        """In the order of launching."""
+        """Its place in the order of launching."""
 
     @property
     def nbytes(self) -> int:
-        """Of the message."""
+        """Bytes of the message."""
 
     @property
     def ready_s(self) -> float:
-        """Its last gradient was there."""
+        """When its last gradient was there."""
 
     @property
     def launched_s(self) -> float:
-        """Its collective left."""
+        """When its collective began."""
 
     @property
     def done_s(self) -> float:
-        """Its collective was over."""
+        """When its collective was over."""
 
 
 class StepTraceLike(Protocol):
@@ -52,11 +52,11 @@ class StepTraceLike(Protocol):
 
     @property
     def backward_end_s(self) -> float:
-        """The last gradient was there; nobody had waited yet."""
+        """When the last gradient was there, before anybody waited."""
 
     @property
     def end_s(self) -> float:
-        """All buckets were reduced."""
+        """When all buckets were reduced."""
 
     @property
     def buckets(self) -> Sequence[BucketTraceLike]: ...
@@ -77,7 +77,7 @@ def hidden_s(bucket: BucketTraceLike, trace: StepTraceLike) -> float:
 
 
 def rows(buckets: Sequence[BucketTraceLike]) -> list[int]:
-    """A row for each bucket, from 0: collectives that are under way at the same time have different ones."""
+    """A row for each bucket, from 0: collectives that overlap in time have different rows."""
     ends: list[float] = []
     chosen = [0] * len(buckets)
     for at in sorted(range(len(buckets)), key=lambda at: buckets[at].launched_s):
@@ -89,7 +89,7 @@ def rows(buckets: Sequence[BucketTraceLike]) -> list[int]:
 
 
 def table(trace: StepTraceLike) -> list[str]:
-    """The step in a few lines, one of them for each bucket; times in ms from the start of forward."""
+    """The step in a few lines, one for each bucket; times in ms from the start of forward."""
     start, buckets = trace.forward_start_s, trace.buckets
 
     def ms(seconds: float) -> float:
@@ -124,8 +124,8 @@ def table(trace: StepTraceLike) -> list[str]:
 def chrome_trace(traces: Traces) -> dict[str, Any]:
     """The steps in Chrome's trace event format, which ui.perfetto.dev opens: a process for each rank.
 
-    Times are microseconds since the first forward of all ranks. A rank's pid is rank + 1: Perfetto takes
-    pid 0 for the kernel's idle task.
+    Times are microseconds since the first forward of all ranks. A rank's pid is rank + 1, because Perfetto
+    takes pid 0 for the kernel's idle task.
     """
     steps = [step for ranks_steps in traces.values() for step in ranks_steps]
     zero = min((step.forward_start_s for step in steps), default=0.0)
@@ -165,15 +165,16 @@ def chrome_trace(traces: Traces) -> dict[str, Any]:
 
 
 _FORWARD, _BACKWARD, _HIDDEN, _EXPOSED = "#9fc5e8", "#3d78b4", "#57a99a", "#cc4125"
-_MOST_RANKS = 8  # in one picture
+_MOST_RANKS = 8  # ranks in one picture
 
 
 def draw(traces: Traces, path: Path, title: str = "One training step") -> None:
-    """Write a PNG of the last step of the first 8 ranks: all of it, and below the end of backward enlarged.
+    """Write a PNG of the last step of the first 8 ranks: the whole step, and below it the end of backward
+    enlarged.
 
     ValueError if no rank has a step.
     """
-    from matplotlib.figure import Figure  # a second of importing that only a drawing should cost
+    from matplotlib.figure import Figure  # this import takes a second, which only drawing should pay
     from matplotlib.patches import Patch
 
     last = {rank: steps[-1] for rank, steps in sorted(traces.items())[:_MOST_RANKS] if steps}
@@ -208,11 +209,11 @@ def draw(traces: Traces, path: Path, title: str = "One training step") -> None:
 
 
 _ROWS = ("compute", "buckets", "exposed")
-_HALF = 0.38  # of a row's height that bars fill
+_HALF = 0.38  # half a bar's height, in rows
 
 
 def _draw_rows(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> None:
-    """Three rows a rank, from above; the bars of collectives under way together share the height of one."""
+    """Three rows for each rank, from above; bars of overlapping collectives share the height of one row."""
 
     def bar(y: float, height: float, begin: float, end: float, **style: Any) -> None:
         axes.barh(y, (end - begin) * 1e3, height, left=(begin - zero) * 1e3, **style)
@@ -242,12 +243,12 @@ def _draw_rows(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> No
 
 
 def _label_bars(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> None:
-    """Write into each bar that is wide enough for it, and beside a bucket that is not."""
+    """Write into each bar that is wide enough, and beside a bucket's bar that is not."""
     left, right = axes.get_xlim()
 
     def label(y: float, begin: float, end: float, texts: Sequence[str], size: float, color: str) -> bool:
         low, high = max((begin - zero) * 1e3, left), min((end - zero) * 1e3, right)
-        for text in texts:  # the longest that fits: about 150 characters of size 9 fill the width
+        for text in texts:  # the longest text that fits: about 150 characters of size 9 fill the width
             if high - low > (len(text) + 1) * (right - left) / 150 * size / 9:
                 axes.text(
                     (low + high) / 2, y, text, ha="center", va="center", fontsize=size, color=color,
@@ -296,13 +297,13 @@ def _bucket_places(step: StepTraceLike, middle: float) -> list[tuple[BucketTrace
 
 
 def _interesting_from(last: Mapping[int, StepTraceLike], zero: float, end: float) -> float:
-    """Where the enlarged part begins: a tenth of the step, or what shows three times the longest wait."""
+    """Where the enlarged part begins: it shows a tenth of the step, or three times the longest wait."""
     wait = max(end - step.backward_end_s for step in last.values())
     return max(zero, end - max(0.1 * (end - zero), 3 * wait))
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the (begin, end) was under way."""
+    """Seconds in which at least one of the (begin, end) spans was under way."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))

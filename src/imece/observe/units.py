@@ -1,4 +1,4 @@
-"""Figures as a person reads them: with a unit, and with no more digits than say something."""
+"""Figures for people: with a unit, and with no more digits than mean something."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ def si(number: float) -> str:
     """6.8e6 -> "6.8M", 12_437 -> "12.4k", 123_456 -> "123k", 8.03e9 -> "8.0B", 812 -> "812"."""
     size = abs(number)
     for unit, letter in _LARGE:
-        if size >= 0.9995 * unit:  # 999.5k is rounded up, so it is 1.0M and not 1000k
+        if size >= 0.9995 * unit:  # 999.5k rounds up to 1.0M, not to 1000k
             scaled = number / unit
             return f"{scaled:.1f}{letter}" if abs(scaled) < 99.95 else f"{scaled:.0f}{letter}"
     return f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """91 -> "1:31", 3_723 -> "1:02:03", 200_000 -> "2 d 7:33 h"; "?" for what is no time."""
+    """91 -> "1:31", 3_723 -> "1:02:03", 200_000 -> "2 d 7:33 h"; "?" if negative or not finite."""
     if not (math.isfinite(seconds) and seconds >= 0):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -38,7 +38,7 @@ def gigabytes(nbytes: float) -> str:
 
 def megabytes(nbytes: float) -> str:
     """11_300_000 -> "11.3 MB", 37_412 -> "37.4 kB", 2 -> "2 bytes"; a MB is 10^6 bytes."""
-    if nbytes >= 999_950:  # less is rounded to 999.9 kB at most
+    if nbytes >= 999_950:  # anything less rounds to 999.9 kB at most
         return f"{nbytes / 1e6:.1f} MB"
     return f"{nbytes / 1e3:.1f} kB" if nbytes >= 1e3 else f"{nbytes:.0f} byte{'s' * (nbytes != 1)}"
 

@@ -1,4 +1,4 @@
-"""Text of unknown origin, made fit to be printed: a sample or a file's name may hold any character."""
+"""Makes text of unknown origin safe to print: a sample or a file's name may hold any character."""
 
 from __future__ import annotations
 
