@@ -1,1 +1,1 @@
-"""From samples on disk to the batches of this rank."""
+"""Turns text on disk into the batches of this rank."""

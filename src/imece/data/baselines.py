@@ -1,4 +1,4 @@
-"""What a model without any training would reach: the losses to compare a trained one with."""
+"""The losses that models without training reach, to compare a trained model with."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy.typing as npt
 from imece.data.tokens import Part
 from imece.errors import UserError
 
-_CHUNK = 1 << 22  # tokens at once: so many pairs are sorted in some 200 MiB
-_MOST_TOKENS = 24 * _CHUNK  # of a part are counted: rank 0 counts alone, while the others wait for it
+_CHUNK = 1 << 22  # tokens at a time: sorting their pairs takes some 200 MiB
+_MOST_TOKENS = 24 * _CHUNK  # tokens of a part that are counted: rank 0 counts while all others wait
 
 _Counts = npt.NDArray[np.int64]
 
 
 def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float]:
-    """Nats a token of the validation part, end tokens included, under three models of the training part.
+    """Nats per token of the validation part, end tokens included, under three models of the training part.
 
-    uniform: all tokens alike.
-    unigram: how often a token comes in training, plus one (Laplace).
-    bigram: after token a, with n(a) tokens and t(a) different ones seen behind it in training, the token b
-        has the probability (n(a, b) + t(a) * unigram(b)) / (n(a) + t(a)): Witten and Bell's interpolation.
+    uniform: all tokens are equally likely.
+    unigram: how often a token occurs in training, plus one (Laplace).
+    bigram: after token a, which occurs n(a) times in training and is followed by t(a) different tokens, token
+    b has the probability (n(a, b) + t(a) * unigram(b)) / (n(a) + t(a)): Witten and Bell's interpolation.
 
-    The token before a document's first is an end token, as in `Batches`. Of a part of more than 100
-    million tokens so many are counted, in chunks at equal distances: about a minute for each part, see
-    `counted_in`. Memory grows with the number of different pairs, not with vocab_size^2.
-    UserError if one part is empty.
+    The token before a document's first is an end token, as in `Batches`. At most 100 million tokens of a part
+    are counted, in chunks at equal distances: about a minute for each part, see `counted_in`. Memory grows
+    with the number of different pairs, not with vocab_size^2.
+    UserError if a part is empty.
     """
     for part in (train, validation):
         if not len(part.tokens):
@@ -47,7 +47,7 @@ def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float
     places = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
     joint = np.where(pairs[places] == wanted, times[places], 0)
     total = followed[before] + kinds[before]
-    known = total > 0  # what never came in training says nothing about what follows
+    known = total > 0  # a token that never occurs in training says nothing about the next one
     smoothed = (joint + kinds[before] * unigram[tokens]) / np.maximum(total, 1)
     bigram = np.where(known, smoothed, unigram[tokens])
     return {
@@ -58,7 +58,7 @@ def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float
 
 
 def counted_in(train: Part, validation: Part) -> str:
-    """Of how many tokens `baselines` knows, for a person; empty if that is all of them."""
+    """How many tokens `baselines` counted, in words; empty if it counted all."""
     return " and ".join(
         f"{_MOST_TOKENS / 1e6:,.0f} of {len(part.tokens) / 1e6:,.0f} million {part.name} tokens"
         for part in (train, validation)
@@ -67,7 +67,7 @@ def counted_in(train: Part, validation: Part) -> str:
 
 
 def _pairs(part: Part) -> Iterator[tuple[_Counts, _Counts]]:
-    """(the token before, the token) for the tokens of the part that are counted, in chunks."""
+    """(previous tokens, tokens) of the part's counted tokens, in chunks."""
     chunks = math.ceil(len(part.tokens) / _CHUNK)
     chosen = min(chunks, _MOST_TOKENS // _CHUNK)
     for number in range(chosen):
@@ -78,9 +78,10 @@ def _pairs(part: Part) -> Iterator[tuple[_Counts, _Counts]]:
 
 
 def _count_pairs(part: Part, vocab_size: int) -> tuple[_Counts, _Counts]:
-    """The different pairs, sorted, as before * vocab_size + token; and how often each comes.
+    """The different pairs, sorted, as before * vocab_size + token; and how often each occurs.
 
-    Tables are merged when they are about as long: each into the one long table would take chunks x pairs.
+    Tables are merged with tables of similar length: merging each into one long table would cost chunks x
+    pairs.
     """
     tables: list[tuple[_Counts, _Counts]] = []
     for before, tokens in _pairs(part):
@@ -94,7 +95,7 @@ def _count_pairs(part: Part, vocab_size: int) -> tuple[_Counts, _Counts]:
 
 def _merged(one: tuple[_Counts, _Counts], other: tuple[_Counts, _Counts]) -> tuple[_Counts, _Counts]:
     pairs, times = (np.concatenate(both) for both in zip(one, other, strict=True))
-    order = np.argsort(pairs, kind="stable")  # of two sorted halves: it merges them
+    order = np.argsort(pairs, kind="stable")  # stable: merges the two sorted halves
     pairs = pairs[order]
     first = np.flatnonzero(np.diff(pairs, prepend=-1))
     return pairs[first], np.add.reduceat(times[order], first)

@@ -1,16 +1,16 @@
-"""The batches of a step: where training stands in the data is one number, the step.
+"""The batches of a step: one number, the step, says where training stands in the data.
 
-The *stream* is all documents of a part, each with its end token, once in every epoch and in another order
-each time, one epoch right after the other, without end:
+The *stream* is endless: one epoch after the other, and in each epoch all documents of a part, each with its
+end token, in another order:
 
     epoch 0                  epoch 1                  epoch 2
     d2 d2 E d0 E d1 d1 d1 E  d0 E d1 d1 d1 E d2 d2 E  d1 d1 ...
 
-*Window* w has the stream's tokens [w * seq, (w + 1) * seq) as targets. Neighbours are mostly of one document,
-and a step of neighbours would see little else; so windows are *shuffled*, within stretches that are as long
-as an epoch holds whole windows: sequence i of the run is window `shuffle(i)`, and step k has the sequences
-[k * global_batch, (k + 1) * global_batch). So each token is a target exactly once in every pass over the
-stream, nothing is padded and nothing left out: what does not fill a window at an epoch's end goes on with
+*Window* w has the stream's tokens [w * seq, (w + 1) * seq) as targets. Neighbouring windows are mostly of one
+document, and a step of neighbours would see little else. So windows are *shuffled*, within stretches of as
+many windows as an epoch holds whole: sequence i of the run is window `shuffle(i)`, and step k has the
+sequences [k * global_batch, (k + 1) * global_batch). So every pass over the stream has each token as a target
+exactly once. Nothing is padded or left out: tokens that do not fill a window at an epoch's end share it with
 the next epoch.
 """
 
@@ -30,18 +30,18 @@ from imece.errors import UserError
 Tokens = npt.NDArray[np.int64]
 Kept = TypeVar("Kept")
 
-_KEPT = 3  # a step lies in two stretches at most, and these in three epochs
+_KEPT = 3  # a step touches at most two stretches, and these at most three epochs
 
 
 class Batches:
-    """What each step and each rank reads: a function of part, seq, global_batch, seed and step, no more.
+    """The sequences of each step and rank: a function of part, seq, global_batch, seed and step only.
 
-    A sequence may hold several documents, or pieces of them; attention is not kept from crossing the end
-    tokens. Any step costs about the same, but for the first one of an epoch: it sorts documents and windows.
+    A sequence may hold several documents or pieces of them; attention may cross end tokens. All steps cost
+    about the same, except the first of an epoch, which sorts documents and windows.
     """
 
     def __init__(self, part: Part, seq: int, global_batch: int, seed: int) -> None:
-        """seq: tokens; global_batch: sequences, of all ranks together; seed: any int, used modulo 2^64.
+        """seq: tokens; global_batch: sequences of all ranks together; seed: any int, used modulo 2^64.
 
         UserError if the part holds fewer tokens than one step reads.
         """
@@ -61,28 +61,28 @@ class Batches:
         self._shuffles: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
 
     def epoch(self, step: int) -> float:
-        """How many times all documents were targets before this step, such as 1.25."""
+        """How many times all documents were targets before this step, for instance 1.25."""
         return step * self.tokens_per_step / self.tokens_per_epoch
 
     def sequences(self, step: int) -> Tokens:
-        """The global batch, [global_batch, seq + 1]: inputs are its [:, :-1], targets its [:, 1:].
+        """The global batch, [global_batch, seq + 1]: inputs are [:, :-1], targets [:, 1:].
 
-        The input before a document's first token is an end token: also at the very beginning.
+        The input before a document's first token is an end token, also at the very beginning.
         """
         return self._sequences(step, 0, self.global_batch)
 
     def for_rank(self, step: int, rank: int, world_size: int) -> tuple[Tokens, Tokens]:
-        """(inputs, targets), each [n, seq]: the rank's rows of the global batch, and only these are read.
+        """(inputs, targets), each [n, seq]: the rank's rows of the global batch; only these are read.
 
-        Ranks have contiguous rows in the order of ranks. If they do not divide, n differs by one, the first
-        ranks having more; with more ranks than sequences, the last ranks have n = 0.
+        Ranks have contiguous rows, in the order of ranks. If the rows do not divide evenly, the first ranks
+        have one more; with more ranks than sequences, the last ranks have n = 0.
         """
         first, last = rows(self.global_batch, rank, world_size)
         sequences = self._sequences(step, first, last)
         return sequences[:, :-1], sequences[:, 1:]
 
     def names(self, step: int, first: int = 0, last: int | None = None) -> list[int]:
-        """The documents of which rows [first, last) of a step have a target: indices into the part."""
+        """The documents with a target in rows [first, last) of a step: indices into the part."""
         windows = self._windows(step, first, self.global_batch if last is None else last)
         spans = (self._pieces(window * self.seq, (window + 1) * self.seq) for window in windows)
         return list(dict.fromkeys(piece.document for pieces in spans for piece in pieces))
@@ -96,8 +96,8 @@ class Batches:
         return rows
 
     def _read(self, row: Tokens, begin: int) -> None:
-        """Fill it with the token before `begin` in the stream and those from there on."""
-        # The token before the first target is its input; before the stream's beginning there is an end token.
+        """Fill the row with the stream's tokens from `begin` - 1 on."""
+        # The token before the first target is its input; the stream begins with an imagined end token.
         row[0] = self.part.end
         place = 1 if begin == 0 else 0
         for piece in self._pieces(max(begin - 1, 0), begin + self.seq):
@@ -106,7 +106,7 @@ class Batches:
         assert place == len(row), (place, len(row))
 
     def _windows(self, step: int, first: int, last: int) -> list[int]:
-        """Which window each of the rows [first, last) of a step is."""
+        """The window of each of the rows [first, last) of a step."""
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
         begin = step * self.global_batch
@@ -134,7 +134,8 @@ class Batches:
 
 
 def rows(global_batch: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Which rows [first, last) of the global batch are this rank's. ValueError for a rank that is none."""
+    """The rows [first, last) of the global batch that this rank reads. ValueError if rank is not in the
+    world."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
     each, over = divmod(global_batch, world_size)
@@ -145,16 +146,16 @@ def rows(global_batch: int, rank: int, world_size: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class _Piece:
     document: int
-    first: int  # in part.tokens
+    first: int  # index in part.tokens
     last: int
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The documents in the order of one epoch."""
+    """The order of the documents in one epoch."""
 
     documents: npt.NDArray[np.int64]  # [documents], a permutation
-    ends: npt.NDArray[np.int64]  # [documents]: tokens of the epoch up to the end of each, in that order
+    ends: npt.NDArray[np.int64]  # [documents]: the epoch's tokens up to the end of each, in that order
 
     @classmethod
     def of(cls, part: Part, seed: int, epoch: int) -> _Order:
@@ -162,21 +163,21 @@ class _Order:
         return cls(order, np.cumsum(np.diff(part.offsets)[order]))
 
     def pieces(self, part: Part, begin: int, end: int) -> list[_Piece]:
-        """The epoch's tokens [begin, end); they are not empty and lie within it."""
+        """The epoch's tokens [begin, end), a range that is not empty and within the epoch."""
         first, last = np.searchsorted(self.ends, [begin, end - 1], side="right").tolist()
         pieces = []
         for place in range(first, last + 1):
             document, stop = int(self.documents[place]), int(self.ends[place])
-            shift = int(part.offsets[document + 1]) - stop  # from the epoch's tokens to the part's
+            shift = int(part.offsets[document + 1]) - stop  # from the epoch's positions to the part's
             start = stop - int(part.offsets[document + 1] - part.offsets[document])
             pieces.append(_Piece(document, max(begin, start) + shift, min(end, stop) + shift))
         return pieces
 
 
 def _permutation(seed: int, purpose: int, number: int, length: int) -> npt.NDArray[np.int64]:
-    """The numbers below `length` in an order that seed, purpose and number (of the epoch, say) decide."""
-    # numpy promises the generator's raw bits for ever and everywhere, but not what `permutation` makes
-    # of them. Two equal keys, which hardly happen, stay in their order: the sort is stable.
+    """The numbers below `length`, in an order that depends on seed, purpose and number (the epoch, say)."""
+    # numpy promises the generator's raw bits for ever and on every machine, but not the result of
+    # `permutation`. Equal keys, which hardly occur, keep their order, because the sort is stable.
     key = np.array([seed % 2**64, number], np.uint64)
     counter = np.array([0, 0, 0, purpose], np.uint64)
     keys = np.random.Philox(key=key, counter=counter).random_raw(length)
@@ -184,7 +185,7 @@ def _permutation(seed: int, purpose: int, number: int, length: int) -> npt.NDArr
 
 
 def _kept(memory: OrderedDict[int, Kept], number: int, make: Callable[[], Kept]) -> Kept:
-    """The one of that number; the latest few stay, for steps go on in order."""
+    """The entry of that number, made if missing. The last few stay, because steps come in order."""
     if number not in memory:
         while len(memory) >= _KEPT:
             memory.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Makes the token files, once, whoever else wants them and whenever it is killed."""
+"""Makes the token files, exactly once, however many processes want them and whenever one is killed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all 
 _LOCK = "lock"
 _PARTIAL = ".partial"
 _NAMES = tuple(f"{part}.{suffix}" for part in PARTS for suffix in SUFFIXES)
-_BATCH_BYTES = 1 << 20  # of text that is tokenized at once; the package needs some 40 times that
+_BATCH_BYTES = 1 << 20  # text tokenized at once; the package needs some 40 times as much memory
 _BATCH_DOCUMENTS = 1024
-_NAMED = 3  # of the files that are no text
+_NAMED = 3  # files without text that a message names
 
 
 def build(
@@ -42,15 +42,15 @@ def build(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TokenFiles:
-    """Makes the token files in `folder`, unless they are there, undamaged and up to date.
+    """Make the token files in `folder`, unless they are there, undamaged and up to date.
 
-    Any number of processes may call it at once: one builds, the others wait and then open what it built. If
-    that one is killed, the next one builds. `progress` is called only in a process that builds. To find out,
-    each of them reads all of `files` and all tokens, about 1 GB a second, all at the same time.
+    Any number of processes may call this at once: one builds, the others wait and open the result. If the
+    builder is killed, the next process builds. `progress` is called only in the process that builds. To find
+    out whether the files are up to date, every process reads all of `files` and all tokens, about 1 GB/s.
 
-    share, seed: of the documents that `corpus.held_out` puts into the validation part; at least one, if share
-    is not 0. UserError if a part that was asked for gets no document, if the folder has files of others under
-    our names, and if it cannot be written to.
+    share, seed: choose the documents that `corpus.held_out` puts into the validation part; at least one,
+    unless share is 0. UserError if a part gets no document, if the folder has files under our names that are
+    not ours, or if it cannot be written.
     """
     folder = Path(folder)
     if not 0 <= share < 1:
@@ -59,16 +59,16 @@ def build(
     try:
         while True:
             seen = _manifest_file(folder)
-            # Without the lock: it reads all tokens, and many ranks do so at once.
+            # Without the lock: this reads all tokens, and many ranks do it at once.
             if found := _made_from(folder, wanted):
-                return found  # perhaps a copy, or a shared folder in which only others may write, and so lock
+                return found  # a copy, or a shared folder that only others may write to, could not be locked
             if foreign := _foreign(folder):
                 raise UserError(
                     f"{folder} holds a {foreign} that others made, which would be overwritten: name another "
                     "folder for the token files"
                 )
             with locked(folder / _LOCK):
-                if _manifest_file(folder) == seen:  # else another one has built while this one waited
+                if _manifest_file(folder) == seen:  # otherwise another process has built meanwhile
                     with _no_leftovers(folder):
                         _build(
                             folder, files, field, tokenizer, wanted, progress or (lambda _done, _total: None)
@@ -81,14 +81,14 @@ def build(
 
 
 def discard(folder: Path) -> None:
-    """Take away what `build` makes, whole or not; the folder itself stays. OSError if that cannot be."""
+    """Remove what `build` makes, whole or not; the folder stays. OSError if that fails."""
     _remove_partial(folder)
     for name in (MANIFEST, *_NAMES, _LOCK):
         (folder / name).unlink(missing_ok=True)
 
 
 def _source_hash(files: Sequence[Path], field: str) -> str:
-    """Over names, sizes and contents: it changes whenever any of them does, and not when all are moved."""
+    """A hash of names, sizes and contents: any change changes it, but moving all files together does not."""
     root, total = common_folder(files), hashlib.blake2b(field.encode(), digest_size=DIGEST_BYTES)
     for path in files:
         total.update(json.dumps([os.path.relpath(path, root), *file_digest(path)]).encode())
@@ -98,7 +98,7 @@ def _source_hash(files: Sequence[Path], field: str) -> str:
 def _wanted(
     files: Sequence[Path], field: str, tokenizer: Tokenizer, share: float, seed: int
 ) -> dict[str, Any]:
-    """All that the content of the token files depends on."""
+    """Everything that the content of the token files depends on."""
     wanted = {
         "source": _source_hash(files, field),
         "tokenizer": tokenizer.hash,
@@ -110,11 +110,11 @@ def _wanted(
 
 
 def _manifest_file(folder: Path) -> tuple[int, int] | None:
-    """Which one is there: each `build` makes another, be its content the same."""
+    """Identifies the manifest file that is there: each `build` writes a new one, even with equal content."""
     try:
         with (folder / MANIFEST).open(
             "rb"
-        ) as file:  # opened, or a file server's client may know an older one
+        ) as file:  # opened, because a file server's client may cache the state of an older file
             found = os.fstat(file.fileno())
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -122,9 +122,10 @@ def _manifest_file(folder: Path) -> tuple[int, int] | None:
 
 
 def _made_from(folder: Path, wanted: dict[str, Any]) -> TokenFiles | None:
-    """What is in the folder, if it is that; None if it is absent, damaged or of something else."""
+    """The token files in the folder, if they were made from `wanted`; None if they are absent, damaged or
+    other."""
     try:
-        if open_tokens(folder).made_from != wanted:  # this reads few of them
+        if open_tokens(folder).made_from != wanted:  # reads only a few tokens
             return None
         found = open_tokens(folder, verify=True)
         return found if found.made_from == wanted else None
@@ -133,7 +134,7 @@ def _made_from(folder: Path, wanted: dict[str, Any]) -> TokenFiles | None:
 
 
 def _foreign(folder: Path) -> str | None:
-    """What has one of our names in a folder that is none of ours: those have a lock before anything else."""
+    """A file that has one of our names in a folder without our lock, which we make before anything else."""
     there = [name for name in (*_NAMES, MANIFEST) if os.path.lexists(folder / name)]
     return there[0] if there and not os.path.lexists(folder / _LOCK) else None
 
@@ -146,10 +147,11 @@ def _build(
     wanted: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Needs the lock. The order matters at every line: whenever it is killed, a manifest is of whole files.
+    """Build while holding the lock. The order of the lines matters: whenever this is killed, a manifest
+    stands for complete files.
 
-    The sources were hashed before they are read here. If one changes in between, the hash is that of the
-    old content, and the next call builds again.
+    The sources were hashed before they are read here. If one changes in between, the hash is of the old
+    content, and the next call builds again.
     """
     share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
     share = share_of_one(files, field, share, seed)
@@ -167,12 +169,12 @@ def _build(
                 text_bytes = len(document.text.encode())
                 part.add(np.append(begin, ids), tokenizer.end, text_bytes)
                 done += text_bytes
-            progress(min(done, total), total)  # tables hold more text than they have bytes on disk
+            progress(min(done, total), total)  # a table's text may be larger than its file
         progress(total, total)
         _check_parts(train, validation, share, files)
         for writer in (train, validation):
             writer.finish()
-    # From here on the old files are replaced one by one: they must not be taken for a set.
+    # From here on the old files are replaced one by one, so they must not pass for a set.
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_folder(folder)
     for name in _NAMES:
@@ -217,7 +219,7 @@ def _check_parts(train: _PartWriter, validation: _PartWriter, share: float, file
 
 @contextmanager
 def _no_leftovers(folder: Path) -> Iterator[None]:
-    """Half-written files go away: those of a process that was killed, and our own if we fail."""
+    """Remove half-written files: those of killed processes, and our own if we fail."""
     _remove_partial(folder)
     try:
         yield
@@ -247,7 +249,7 @@ def _batches(all_documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 class _PartWriter:
-    """Two files under temporary names, to which documents are appended."""
+    """Appends documents to two files under temporary names."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self.name = name
@@ -273,7 +275,7 @@ class _PartWriter:
             sync(file)
 
     def close(self) -> None:
-        """Both files, also if one cannot take what is still to be written."""
+        """Close both files, even if the first cannot write its rest."""
         with suppress(OSError):
             self._files["bin"].close()
         with suppress(OSError):

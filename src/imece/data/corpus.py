@@ -1,4 +1,4 @@
-"""Text on disk, one document after the other; never more than one of them in memory."""
+"""Reads text from disk, one document after the other, with only one in memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from imece.data import tables
 from imece.errors import UserError
 
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
-_PIECE_BYTES = 1 << 16  # a larger one is cut at line ends into documents of about this size
+_PIECE_BYTES = 1 << 16  # a larger file is cut at line ends into documents of about this size
 _LINE_BYTES = 1 << 12  # a line up to this size is not cut
-_FEWEST_DOCUMENTS = 16  # of all text: where one is most of it, to hold that out leaves nothing to learn from
-_CONVERTED = {  # by the first bytes of a file, what makes text of it
+_FEWEST_DOCUMENTS = 16  # with fewer, holding out a large one would leave little to learn from
+_CONVERTED = {  # first bytes of a file that is not UTF-8 -> how to convert it
     b"\x1f\x8b": "compressed: unpack it first, with gunzip",
     b"\x28\xb5\x2f\xfd": "compressed: unpack it first, with zstd -d",
     b"\xfd7zXZ\0": "compressed: unpack it first, with unxz",
     b"BZh": "compressed: unpack it first, with bunzip2",
     b"PK\3\4": "compressed: unpack it first, with unzip",
-    codecs.BOM_UTF32_LE: "UTF-32: convert it with iconv -f UTF-32 -t UTF-8",  # it begins as UTF-16 does
+    codecs.BOM_UTF32_LE: "UTF-32: convert it with iconv -f UTF-32 -t UTF-8",  # starts as UTF-16 does
     codecs.BOM_UTF32_BE: "UTF-32: convert it with iconv -f UTF-32 -t UTF-8",
     codecs.BOM_UTF16_LE: "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
     codecs.BOM_UTF16_BE: "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
@@ -35,9 +35,9 @@ _CONVERTED = {  # by the first bytes of a file, what makes text of it
 
 @dataclass(frozen=True)
 class Document:
-    """One text that is packed whole and held out whole."""
+    """One text, which is packed and held out as a whole."""
 
-    name: str  # relative to the folder that all files have in common; "a.jsonl:7" is line 7, or row 7
+    name: str  # relative to the folder that all files share; "a.jsonl:7" is line 7, or row 7
     text: str  # never empty
 
 
@@ -48,18 +48,18 @@ def documents(
     *,
     to_hold_out: bool = False,
 ) -> Iterator[Document]:
-    """The documents of `files`, in their order: one a file, or one a line of a .jsonl or a row of a table,
-    where it is the text in `field`.
+    """The documents of `files` in order: one per file, or one per line of a .jsonl or row of a table, with
+    the text in `field`.
 
-    A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays
-    small, and a part of a large file can be held out. Empty files, blank lines, empty texts, nulls and empty
-    cells are passed over.
+    A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays small,
+    and a part of a large file can be held out. Empty files, blank lines, empty texts, nulls and empty cells
+    are skipped.
 
-    to_hold_out: a part of the documents is to be held out. Where all files together are less than 4 MiB,
-    those of more than a sixteenth of it are then cut too, so finely that no document is much more than that.
-    skipped: files that are not UTF-8 text are added to it, each with what is wrong with it, and left out;
-    without it they are a UserError. UserError for a line of a .jsonl that is no JSON object, or has no string
-    in `field`; for a table, see `tables.rows`.
+    to_hold_out: a part of the documents will be held out. If all files together have less than 4 MiB, files
+    of more than a sixteenth of that are then cut too, into pieces of at most about a sixteenth.
+    skipped: receives files that are not UTF-8 text, each with what is wrong with it; without it they are a
+    UserError. UserError for a line of a .jsonl that is not a JSON object or has no string in `field`; for
+    tables see `tables.rows`.
     """
     root, why_not_text = common_folder(files), functools.cache(_why_not_text)
     largest_bytes = _largest_bytes(files, why_not_text) if to_hold_out else _WHOLE_BYTES
@@ -91,9 +91,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _largest_bytes(files: Sequence[Path], why_not_text: Callable[[Path], str | None]) -> int:
-    """Of a file that stays one document: a power of two, so that files are cut alike while a corpus grows.
+    """The largest file that stays one document: a power of two, so that a growing corpus is cut alike.
 
-    What is no text must not count, and to find that out files are read: until it is known to be enough.
+    Files without text must not count, so files are read until there is known to be enough text.
     """
     total_bytes = 0
     for path in files:
@@ -114,22 +114,22 @@ def total_bytes(files: Sequence[Path]) -> int:
 
 
 def common_folder(files: Sequence[Path]) -> str:
-    """The deepest folder that holds all of them; names are relative to it, so a corpus can be moved."""
+    """The deepest folder that holds all files. Names are relative to it, so that a corpus can be moved."""
     return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files]) if files else "/"
 
 
 def held_out(text: str, share: float, seed: int = 0) -> bool:
-    """Whether a document is for validation: by its content alone, wherever it lies and what is beside it.
+    """Whether a document is for validation: depends on its content only, not on its place or its neighbours.
 
-    share: of the documents, in the mean; 0 holds out none. See `share_of_one`.
+    share: of all documents, on average; 0 holds out none. See `share_of_one`.
     """
     return _draw(text, seed) < share
 
 
 def share_of_one(files: Sequence[Path], field: str, share: float, seed: int) -> float:
-    """The share to call `held_out` with, so that a small corpus has a document for validation too.
+    """The share for `held_out` that gives a small corpus a document for validation, too.
 
-    It is `share`, unless that is below every document: then the least that holds one out. 0 stays 0.
+    It is `share`, unless that holds out nothing: then the smallest share that holds out one. 0 stays 0.
     """
     least = 1.0
     for document in documents(files, field, skipped={}, to_hold_out=True) if share else ():
@@ -140,7 +140,7 @@ def share_of_one(files: Sequence[Path], field: str, share: float, seed: int) -> 
 
 
 def fraction(text: str, purpose: str) -> float:
-    """A number in [0, 1) from the text's content, independent for each `purpose`: to draw samples by."""
+    """A number in [0, 1) from the text's content, independent for each `purpose`, for drawing samples."""
     person = hashlib.blake2b(purpose.encode(), digest_size=16).digest()
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=person).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -151,7 +151,7 @@ def _draw(text: str, seed: int) -> float:
 
 
 def suffix_of(path: Path) -> str:
-    """By which a file is read: other systems also write it in capitals."""
+    """The suffix that decides how a file is read, in lower case: other systems also write it in capitals."""
     return path.suffix.lower()
 
 
@@ -180,16 +180,16 @@ def _why_not_text(path: Path) -> str | None:
 
 def _pieces(path: Path, name: str, largest_bytes: int) -> Iterator[Document]:
     if path.stat().st_size <= largest_bytes:
-        text = path.read_bytes().decode()  # not read_text: it would turn \r\n into \n
+        text = path.read_bytes().decode()  # read_text would turn \r\n into \n
         if text:
             yield Document(name, text)
         return
     piece_bytes = min(_PIECE_BYTES, largest_bytes)
     line_bytes = max(piece_bytes, _LINE_BYTES)
-    decoder = codecs.getincrementaldecoder("utf-8")()  # keeps a character that is cut for the next piece
+    decoder = codecs.getincrementaldecoder("utf-8")()  # keeps a cut character for the next piece
     with path.open("rb") as file:
         number = 1
-        # Up to the end of a line; but one of a gigabyte must not become one document.
+        # Up to the end of a line, but a line of a gigabyte must not become one document.
         while block := file.read(piece_bytes) + file.readline(line_bytes):
             if text := decoder.decode(block):
                 yield Document(f"{name}#{number}", text)
@@ -214,7 +214,7 @@ def _text_of(line: str, where: str, field: str) -> str:
     if field not in record:
         fields = tables.few(record)
         raise UserError(f"{where}: no field {field!r}; its fields are {fields}: name the one with the text")
-    text = "" if record[field] is None else record[field]  # as an empty cell of a table
+    text = "" if record[field] is None else record[field]  # null counts as an empty text, as in a table
     if not isinstance(text, str):
         raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not a string: name another")
     try:

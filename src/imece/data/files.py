@@ -1,4 +1,4 @@
-"""Files that several processes may write, and what is in them."""
+"""Locks and checksums of files that several processes may write."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ DIGEST_BYTES = 16
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Alone among all processes that ask for this file, which is made, and its folder too.
+    """Hold this file's lock, alone among all processes. Makes the file and its folder.
 
-    The kernel gives the lock back when its holder dies, however that happens. OSError if it cannot be made.
+    The kernel frees the lock when its holder dies, however that happens. OSError if the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # the file must not be deleted afterwards: others may wait for this very one
+        yield  # the file is never deleted: others may wait for its lock
 
 
 def other_place(error: OSError) -> str:
-    """What to do about a folder that cannot be written to."""
+    """Advice for a folder that cannot be written to."""
     return f"{'make room or ' if error.errno in NO_SPACE else ''}name another"
 
 
 def digest(content: bytes) -> str:
-    """A checksum that no two contents share, in hexadecimal."""
+    """A checksum that differs for different contents, in hexadecimal."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def file_digest(path: Path) -> tuple[str, int]:
-    """The same of a file's content, and its size in bytes. UserError if it cannot be read."""
+    """(`digest` of a file's content, its size in bytes). UserError if it cannot be read."""
     try:
         with path.open("rb") as file:
             total = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))

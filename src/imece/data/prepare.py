@@ -1,4 +1,4 @@
-"""From the names of texts to the tokenizer and the token files of a run."""
+"""Makes the tokenizer and the token files of a run from the names of its texts."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.listing import many
 
-Progress = Callable[[str, int, int], None]  # (what is under way, bytes of text done, bytes of all files)
+Progress = Callable[[str, int, int], None]  # (what is being done, bytes of text done, bytes of all files)
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """The text, how it becomes tokens, and how much of it is for validation only."""
+    """The text, its tokenizer, and the share that is only for validation."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders, globs and datasets (hf:NAME, hf:NAME:SPLIT); none: the Python standard library here."""
+    """Files, folders, globs and datasets (hf:NAME, hf:NAME:SPLIT). Default: the standard library of this
+    Python."""
     field: str = "text"
-    """Where the text is in a line of a .jsonl, or in a row of a table."""
+    """The field of a line of a .jsonl, or the column of a table, that has the text."""
     tokenizer: str = "bpe"
     """bpe: trained on this text; bytes; or the path of a tokenizer.json."""
     vocab_size: int = 4096
     """Entries of a tokenizer that is trained."""
     held_out: float = 0.02
-    """Share of the documents that is for validation only, chosen by their content."""
+    """Share of the documents that is only for validation, chosen by their content."""
     seed: int = 0
-    """Another seed holds out other documents."""
+    """Seed of that choice: another one holds out other documents."""
 
     def __post_init__(self) -> None:
         if any(not path for path in self.paths):
@@ -68,22 +69,22 @@ class Prepared:
 
     tokenizer: Tokenizer
     tokens: TokenFiles
-    files: int  # that were text; 0 where only its tokens are known
-    source_bytes: int  # theirs on disk; 0 where only its tokens are known
-    run_folders: int = 0  # in the text's folders, and passed over
+    files: int  # with text; 0 if only the tokens are known
+    source_bytes: int  # of the files on disk; 0 if only the tokens are known
+    run_folders: int = 0  # found in the text's folders, and skipped
 
 
 def prepare(
     source: TextSource, tokenizer_path: Path, folder: Path, progress: Progress | None = None
 ) -> Prepared:
-    """The tokenizer at `tokenizer_path` and the token files in `folder`, made here unless they are there.
+    """The tokenizer at `tokenizer_path` and the token files in `folder`; makes those that are missing.
 
-    Any number of processes may call it at once: one makes each, the others wait. A tokenizer.json that is
-    there is used as it is, whatever `source` says: a model may have been trained with it. Token files are
-    made again when the text, the tokenizer or what is held out has changed. Where the text is gone,
-    those that were made with this tokenizer are used as they are.
+    Any number of processes may call this at once: one makes each file, the others wait. An existing
+    tokenizer.json is used whatever `source` says, because a model may have been trained with it. Token files
+    are made again when the text, the tokenizer or the held-out share has changed. If the text is gone,
+    existing token files of this tokenizer are used.
 
-    progress: called in the process that does the work. UserError for whatever is wrong with the text, the
+    progress: called in the process that does the work. UserError for anything wrong with the text, the
     tokenizer or the disk.
     """
     run_folders: list[Path] = []
@@ -109,16 +110,16 @@ def prepare(
 
 
 def reopen(source: TextSource, tokenizer_path: Path, folder: Path) -> Prepared:
-    """What `prepare` has made, for a rank that joins others who read it, whatever has become of the text.
+    """What `prepare` made, for a rank that joins ranks that read it, even if the text has changed since.
 
-    A host that does not have it whole prepares it, and then it may be of another text: see
-    `TokenFiles.identity`. UserError as `prepare`.
+    If this host lacks the files, they are made here, possibly from another text: see `TokenFiles.identity`.
+    UserError as from `prepare`.
     """
     return _made(tokenizer_path, folder) or prepare(source, tokenizer_path, folder)
 
 
 def _made(tokenizer_path: Path, folder: Path) -> Prepared | None:
-    """What is there, if it is whole and of one piece."""
+    """The tokenizer and token files that are there, if complete and of one making."""
     try:
         tokenizer, tokens = load_tokenizer(tokenizer_path), open_tokens(folder, verify=True)
     except UserError:
@@ -132,7 +133,7 @@ def _tokenizer(source: TextSource, files: Sequence[Path], path: Path, progress: 
     if not os.path.exists(path):
         try:
             with locked(path.with_name(f".{path.name}.lock")):
-                if not os.path.exists(path):  # nobody made it while we waited
+                if not os.path.exists(path):  # nobody made it while this process waited
                     _make(source, files, progress).save(path)
         except OSError as error:
             raise UserError(

@@ -1,9 +1,8 @@
-"""Which samples a rank reads: torch's `DistributedSampler`, which reshuffles and resumes by itself.
+"""Which samples a rank reads: torch's `DistributedSampler`, plus reshuffling and resuming.
 
-An *order* is one permutation of all samples, a function of (length, seed, epoch) and of nothing else. The
-ranks take turns in it: position p belongs to rank p mod num_replicas. So where an epoch stands is one number,
-`consumed`, how many samples of the order all ranks together have had; and any other number of ranks can go on
-from there:
+An *order* is one permutation of all samples; it depends only on (length, seed, epoch). The ranks take turns:
+position p belongs to rank p mod num_replicas. So one number says where an epoch stands: `consumed`, the
+samples that all ranks together have had. Any other number of ranks can go on from there:
 
     order      4 0 6 2 5 1 3 7 8 9
     2 ranks    0 1 0 1                consumed = 4
@@ -35,9 +34,9 @@ from imece.errors import UserError
 Uneven = Literal["pad", "drop", "keep"]
 UNEVEN: tuple[Uneven, ...] = ("pad", "drop", "keep")
 
-_FORMAT = 1  # of state_dict; it also stands for the order: a position means nothing in another one
-_BLOCK = 8192  # indices that are computed at once
-_ROUNDS = 10  # with fewer, some permutations of 5 to 9 samples come too often
+_FORMAT = 1  # of state_dict and of the order: a position means nothing in another order
+_BLOCK = 8192  # indices computed at once
+_ROUNDS = 10  # with fewer rounds, some permutations of 5 to 9 samples come too often
 _GIVES_TO_WORKER = "torch.utils.data.dataloader", "_try_put_index"  # module and function
 _STARTED_AS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -82,11 +81,11 @@ class DistributedSampler(TorchDistributedSampler[int]):
         *,
         uneven: Uneven | None = None,
     ) -> None:
-        """num_replicas, rank: by default those of torch.distributed, or 1 and 0 if that is not open. On a
-        mesh of `imece.init` ranks along context, tensor and pipeline read the same: they are one replica.
+        """num_replicas, rank: by default torch.distributed's, or 1 and 0 without a process group. On a mesh
+        of `imece.init`, ranks along context, tensor and pipeline read the same: they are one replica.
 
-        TypeError if the dataset has no length. ValueError for a rank that is none of `num_replicas`, for an
-        `uneven` that contradicts `drop_last`, and if a launcher started several ranks which have not met yet.
+        TypeError if the dataset has no length. ValueError if rank is not below `num_replicas`, if `uneven`
+        contradicts `drop_last`, and if a launcher started several ranks that have not met yet.
         """
         if not isinstance(dataset, Sized):
             raise TypeError(
@@ -117,7 +116,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that was begun last or, after `set_epoch` and `load_state_dict`, the one to come."""
+        """The epoch that was begun last; after `set_epoch` and `load_state_dict`, the next one."""
         return self._latest.epoch if self._start is None else self._start.epoch
 
     @epoch.setter
@@ -125,7 +124,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, from its first sample, or from where `load_state_dict` left it.
+        """Make the next iteration this epoch, from its first sample or from where `load_state_dict` left it.
 
         An epoch other than the loaded one drops the loaded position, with a warning if it was in mid-epoch.
         """
@@ -190,7 +189,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration is what is left of the epoch in which `state` was taken.
+        """Make the next iteration the rest of the epoch in which `state` was taken.
 
         If nothing is left, it is the next epoch, unless `set_epoch` names the finished one: then it is empty.
         ValueError for the state of another dataset, seed or order.
@@ -210,8 +209,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self._start = _Start(epoch, consumed, named=False)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator on purpose: the epoch begins with the first index that is asked for. A DataLoader also
-        # makes iterators from which it asks nothing, and those must not count as epochs.
+        # A generator on purpose: the epoch begins when the first index is asked for. A DataLoader also makes
+        # iterators that it never uses, and those must not count as epochs.
         now = self._latest = self._begin()
         now.for_workers = _asked_for_workers()
         order = _Order(self.length, f"{self.seed} {now.epoch}" if self.shuffle else None)
@@ -233,7 +232,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         return _Iteration(start.epoch, start.consumed, self._end(start.consumed))
 
     def _end(self, first: int) -> int:
-        """The position after the last one that is handed out, of an iteration from position `first` on."""
+        """The position after the last one that an iteration from position `first` hands out."""
         left = self.length - first
         if self.uneven == "pad":
             left = math.ceil(left / self.num_replicas) * self.num_replicas
@@ -242,11 +241,12 @@ class DistributedSampler(TorchDistributedSampler[int]):
         return first + left
 
     def _consumed(self, iteration: _Iteration, samples: int | None) -> int:
-        """Samples that all ranks have had when each has had `samples`, by default what this one has drawn."""
+        """Samples that all ranks have had when each has had `samples`; by default as many as this one has
+        drawn."""
         drawn = iteration.drawn if samples is None else samples
         reached = iteration.first + drawn * self.num_replicas
         over = reached >= iteration.end or (samples is None and iteration.over)
-        return self.length if over else reached  # at the end, also what was dropped
+        return self.length if over else reached  # at the end, dropped samples count too
 
 
 @dataclass(frozen=True)
@@ -254,33 +254,32 @@ class _Start:
     """Where the next iteration begins."""
 
     epoch: int
-    consumed: int  # samples of its order, by all ranks
-    named: bool = True  # by set_epoch; False: by load_state_dict alone
-    # set_epoch named the epoch of the latest iteration. It may be running: Lightning lets a DataLoader's
-    # workers draw ahead first and names the epoch then. So until the next iteration it has the say.
+    consumed: int  # samples of its order that all ranks together have had
+    named: bool = True  # by set_epoch; False: only by load_state_dict
+    # set_epoch named the epoch of the latest iteration, which may be running: Lightning lets a DataLoader's
+    # workers draw ahead before it names the epoch. So this name counts until the next iteration.
     again: bool = False
 
 
 @dataclass
 class _Iteration:
-    """What one iteration hands out, and how far it is. Positions are those of the epoch's order."""
+    """What one iteration hands out, and how far it is. Positions are in the epoch's order."""
 
     epoch: int
     first: int  # position
-    end: int  # position; beyond the order's length if it pads
-    drawn: int = 0  # samples of this rank
+    end: int  # position; beyond the order's length if padded
+    drawn: int = 0  # samples that this rank has drawn
     over: bool = False
     for_workers: bool = False
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the loop has had fewer samples than were drawn, as far as that can be told."""
+        """Whether more samples were drawn than the loop has had, as far as that can be known."""
         return self.for_workers and not self.over
 
 
 def _asked_for_workers() -> bool:
-    """Whether it is a DataLoader that asks for an index which it gives to a worker, perhaps for a sampler of
-    batches."""
+    """Whether a DataLoader asks for this index to give it to a worker, perhaps through a batch sampler."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == _GIVES_TO_WORKER:
@@ -290,17 +289,17 @@ def _asked_for_workers() -> bool:
 
 
 class _Order:
-    """A permutation of range(length) that is computed where it is asked for, the same on every machine.
+    """A permutation of range(length), the same on every machine, computed only where it is needed.
 
-    The positions are laid out as rows x columns, and each round shifts all rows by a hash of the column, then
-    all columns by a hash of the row. That is a permutation of rows * columns >= length places; an index
-    beyond the length is sent through once more, until it falls within.
+    The positions form rows x columns. Each round shifts every row by a hash of the column, then every column
+    by a hash of the row: a permutation of rows * columns >= length places. An index beyond the length is sent
+    through again until it falls within.
     """
 
     def __init__(self, length: int, key: str | None) -> None:
         """key: what the permutation depends on; None for range(length) itself."""
         rows = math.isqrt(max(length - 1, 0)) + 1
-        rows += rows % 2  # with both odd, only even permutations could come
+        rows += rows % 2  # if both were odd, only even permutations could occur
         self._length = length
         self._rows, self._columns = np.uint64(rows), np.uint64(max(1, math.ceil(length / rows)))
         self._keys: list[np.uint64] | None = None
@@ -329,7 +328,7 @@ class _Order:
 
 
 def _hash(values: _Indices, key: np.uint64, limit: np.uint64) -> _Indices:
-    """Numbers less than `limit`, which must be less than 2^32. The constants are MurmurHash3's."""
+    """Numbers below `limit`, which must be below 2^32. The constants are MurmurHash3's."""
     mixed = (values + key) * np.uint64(0xFF51_AFD7_ED55_8CCD)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xC4CE_B9FE_1A85_EC53)
@@ -337,7 +336,7 @@ def _hash(values: _Indices, key: np.uint64, limit: np.uint64) -> _Indices:
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """num_replicas and rank, where not given those of torch.distributed; ValueError if they cannot be."""
+    """num_replicas and rank, by default torch.distributed's. ValueError if they are impossible."""
     if num_replicas is None or rank is None:
         met = dist.is_available() and dist.is_initialized()
         started = max(
@@ -361,7 +360,7 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def _met() -> tuple[int, int]:
-    """How many shares of the data the ranks that have met read, and which of them this one does."""
+    """(how many shares of the data the ranks that have met read, this rank's share)."""
     try:
         mesh = meshes.current()
     except UserError:

@@ -1,4 +1,4 @@
-"""Which files of text a name stands for: a file, a folder, a pattern, a dataset, or Python's own library."""
+"""Finds the text files behind a name: a file, a folder, a pattern, a dataset, or Python's own library."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from imece.data import tables
 from imece.data.corpus import documents, suffix_of
 from imece.errors import UserError
 
-SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # looked for in folders; capitals are as good
-# A folder with the first and one of the others is a run's: what it writes is no text to learn. The lock is
-# there before all else, so that its first command reads what later ones do; a copy may lack hidden files.
+SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # searched for in folders; capitals count too
+# A folder with the first file and one of the others is a run folder, whose files are no text to learn. The
+# lock is made first, so that a run's first command finds the same text as later ones; a copy may lack hidden
+# files.
 _CONFIG_OF_RUN, _ALSO_OF_RUN = "config.toml", (".lock", "metrics.jsonl")
-# In the standard library: what others installed, and tests, of which many are not text on purpose.
+# Left out of the standard library: installed packages, and tests, many of which are not text on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class GoneError(UserError):
-    """Nothing is where the text should be; perhaps it was there once."""
+    """There is nothing where the text should be; it may have been there once."""
 
 
 def sources(
@@ -33,22 +34,22 @@ def sources(
 ) -> list[Path]:
     """The files behind folders, globs, single files and datasets: absolute, sorted, each once.
 
-    A folder is searched for SUFFIXES, in all its folders but the hidden ones, and in those that links in it
-    lead to; a glob gives the files it matches. Neither finds what lies in a run folder: that of a run on "."
-    is itself in the text, and grows with each step. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging
-    Face Hub, which is downloaded, or a folder that `datasets` saved to disk, which is also known without
-    "hf:". No path at all is the Python standard library of this disk, without its tests.
+    A folder is searched for SUFFIXES, also in its subfolders (except hidden ones) and in folders that links
+    lead to; a glob gives the files that it matches. Neither looks into run folders: a run on "." is itself in
+    the text and grows with each step. "hf:NAME" or "hf:NAME:SPLIT" is a dataset of the Hugging Face Hub,
+    which is downloaded, or a folder that `datasets` saved, which is also recognised without "hf:". Without
+    paths: the standard library of this Python, without its tests.
 
-    run_folders: those that were passed over are appended to it.
+    run_folders: receives the run folders that were skipped.
 
-    What is named by itself is looked into here, so that a mistake shows before any work is done: GoneError
-    if it is missing, UserError if it is empty or not UTF-8 text, if the first line of a .jsonl or a table has
-    no `field`, or if the package that reads it is missing. GoneError also for a folder or a glob with no such
-    file. Whether files inside a folder are text, `documents` finds out.
+    Names given directly are checked here, so that a mistake shows before any work is done. GoneError if the
+    path is missing, or a folder or glob has no such file. UserError if it is empty or not UTF-8 text, if the
+    first line of a .jsonl or a table has no `field`, or if the package that reads it is missing. Whether
+    files inside a folder are text is found out by `documents`.
     """
     if not paths:
         return _standard_library()
-    found: dict[str, Path] = {}  # by real path: a file and a link to it are one
+    found: dict[str, Path] = {}  # by real path, so that a file and a link to it are one
     passed: set[str] = set()
     for given in paths:
         for path in sorted(_behind(os.path.expanduser(given), field, passed)):
@@ -62,13 +63,13 @@ def sources(
 
 
 def absolute_name(given: str) -> str:
-    """The same name for `sources`, wherever it is given."""
+    """The same name made absolute, so that `sources` finds the same from any folder."""
     called = given.startswith("hf:")
     name, colon, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
     name = os.path.expanduser(name)
     if called:
         return f"hf:{os.path.abspath(name)}{colon}{split}" if os.path.isdir(name) else given
-    if glob.has_magic(name) and not os.path.lexists(name):  # a pattern, and the folder we are in is none
+    if glob.has_magic(name) and not os.path.lexists(name):  # a pattern; the current folder's name is not
         return os.path.abspath(os.path.join(glob.escape(os.getcwd()), name))
     return os.path.abspath(name)
 
@@ -85,9 +86,9 @@ def _standard_library() -> list[Path]:
 
 
 def _walk(root: str, run_folders: set[str]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """os.walk into links too, but not into hidden folders, and into each folder once, whatever leads to it.
+    """os.walk that follows links, skips hidden folders, and visits each folder once.
 
-    run_folders: it does not go into them either, and adds them. UserError for a folder that cannot be read.
+    run_folders: skipped too, and added to this set. UserError for a folder that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -110,7 +111,7 @@ def _walk(root: str, run_folders: set[str]) -> Iterator[tuple[str, list[str], li
             yield folder, folders, names
             below = (os.path.join(folder, name) for name in folders)
             links += (path for path in below if os.path.islink(path))
-        # After all that is in the root itself, and sorted: names must not depend on a disk's own order.
+        # After everything in the root itself, and sorted: names must not depend on the disk's order.
         waiting += sorted(links)
 
 
@@ -147,7 +148,7 @@ def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
 
 
 def _dataset(given: str) -> list[Path] | None:
-    """The files of a dataset; None if it is no name of one, nor a folder that holds one."""
+    """The files of a dataset; None if the name is none of a dataset nor of a folder that holds one."""
     called = given.startswith("hf:")
     name, _, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
     folder = Path(os.path.abspath(os.path.expanduser(name)))
@@ -156,7 +157,8 @@ def _dataset(given: str) -> list[Path] | None:
 
 
 def _mode(path: Path) -> int:
-    """Of what is there, with its kind; 0 if nothing is. UserError where one may not look, for text too."""
+    """The mode, with the file type, of what is there; 0 if nothing is. UserError without permission to
+    look."""
     try:
         return os.stat(path).st_mode
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Texts in tables: Parquet files, and Hugging Face datasets, which lie on disk as Arrow files.
+"""Reads texts from tables: Parquet files, and Hugging Face datasets, which lie on disk as Arrow files.
 
-pyarrow reads both; the package `datasets` is only asked to fetch what is named "hf:NAME". Both come with the
-extra `data`; whoever has no tables needs neither.
+pyarrow reads both; the package `datasets` only downloads "hf:NAME". Both come with the extra `data`; without
+tables neither is needed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from imece.listing import some
 
 SUFFIXES = (".parquet", ".arrow")
 
-_ROWS = 256  # at once; that many texts are in memory
-_NAMED = 8  # of the columns or fields there are, in a message
+_ROWS = 256  # rows read at once, so this many texts are in memory
+_NAMED = 8  # columns or fields that a message names
 
 
 def rows(path: Path, field: str) -> Iterator[tuple[int, str]]:
     """(row, text) of each row that has a text in the column `field`; rows count from 1.
 
-    UserError for a file that is no such table, a table without that column or with another type in it, a
-    text that is not UTF-8, and if pyarrow is missing.
+    UserError if the file is no table, if the column is missing or has another type, if a text is not UTF-8,
+    and if pyarrow is missing.
     """
     arrow = _package("pyarrow")
     try:
@@ -46,15 +46,15 @@ def rows(path: Path, field: str) -> Iterator[tuple[int, str]]:
 
 
 def require() -> None:
-    """UserError if tables cannot be read here."""
+    """UserError if pyarrow is missing."""
     _package("pyarrow")
 
 
 def saved(folder: Path, split: str | None) -> list[Path] | None:
-    """The files of a dataset that `save_to_disk` wrote into `folder`; None if it holds none.
+    """The files of a dataset that `save_to_disk` wrote into `folder`; None if there is none.
 
-    split: of a folder with several; None is the only one, or else "train". UserError if it has none such,
-    and for a folder that is damaged.
+    split: which one of several; None takes the only one, or else "train". UserError if there is no such
+    split, or if the folder is damaged.
     """
     try:
         if os.path.isfile(several := folder / "dataset_dict.json"):
@@ -72,16 +72,16 @@ def saved(folder: Path, split: str | None) -> list[Path] | None:
 
 
 def fetched(name: str, split: str | None) -> list[Path]:
-    """The files of a dataset of the Hugging Face Hub, downloaded unless they are there.
+    """The files of a dataset of the Hugging Face Hub, downloaded if they are missing.
 
-    name: as `datasets.load_dataset` takes it. UserError in its words if it cannot be had.
+    name: as for `datasets.load_dataset`. UserError, in its words, if that fails.
     """
     datasets = _package("datasets")
     try:
         builder = datasets.load_dataset_builder(name)
         builder.download_and_prepare()
         found = list(builder.info.splits)
-    except Exception as error:  # of many classes: the network's, the Hub's, pyarrow's, a reader's own
+    except Exception as error:  # errors of many classes: the network's, the Hub's, pyarrow's, a reader's own
         reason = " ".join(str(error).split())
         hint = "name another, or save it to disk with datasets' save_to_disk and name that folder"
         raise UserError(f"hf:{name}: {reason or type(error).__name__}; {hint}") from error
@@ -98,7 +98,7 @@ def _chosen(splits: list[str], split: str | None, where: str) -> str:
 
 
 def _columns(arrow: Any, file: Any, path: Path, field: str) -> Iterator[Any]:
-    """The column, a piece after the other."""
+    """The pieces of the column, one after the other."""
     if path.suffix.lower() == ".parquet":
         table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
         _check(arrow, table.schema_arrow, path, field)
@@ -123,7 +123,7 @@ def _check(arrow: Any, schema: Any, path: Path, field: str) -> None:
 
 
 def few(names: Collection[str]) -> str:
-    """The first of them, shortened: a message is one line, whatever is in a file."""
+    """The first few names, shortened so that a message stays one line."""
     return some([reprlib.repr(name) for name in names], _NAMED) or "none at all"
 
 

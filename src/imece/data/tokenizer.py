@@ -1,6 +1,6 @@
-"""Text to token ids and back: bytes, or byte-level BPE that is trained on the spot.
+"""Text to token ids and back: bytes, or byte-level BPE that is trained on the run's text.
 
-Both kinds are saved as a tokenizer.json that the `tokenizers` package reads, bytes as a BPE without merges.
+Both kinds are saved as a tokenizer.json that the package `tokenizers` reads; bytes are a BPE without merges.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from imece.errors import UserError
 from imece.writing import write_whole
 
 END = "<|end|>"
-CONFIG = "tokenizer_config.json"  # Hugging Face's, beside a tokenizer.json: which tokens begin and end a text
+CONFIG = "tokenizer_config.json"  # Hugging Face's: says which tokens begin and end a text
 SMALLEST_VOCAB = 257  # all bytes, and END
-LARGEST_VOCAB = 1 << 20  # four times what published models have
+LARGEST_VOCAB = 1 << 20  # four times the largest of published models
 
 Ids = npt.NDArray[np.uint32]
 
 _PROGRESS_BYTES = 1 << 20
-# Longer words are cut before they are learned from: each merge goes through all of the words that it is in,
-# and a genome on one line is a single one.
+# Longer words are cut before training: each merge visits every word that it occurs in, and a genome on one
+# line is a single word.
 _LONG_WORD = re.compile(r"(\w{256})")
 
-# What other tokenizers call the end of a document, the likelier name first.
+# Other tokenizers' names for the end of a document, the likelier one first.
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
 class Tokenizer(ABC):
-    """Ids are in range(vocab_size).
+    """Turns text into ids in range(vocab_size) and back.
 
-    For every text, with a tokenizer that was made here: decode(encode(text)) == text, and no id is `end`:
-    "<|end|>" in a text is seven plain characters. One that others made may normalise, and see an end.
-    UserError for a str with half a surrogate pair: that is no text, and has no UTF-8.
+    For a tokenizer that was made here and every text: decode(encode(text)) == text, and no id is `end`:
+    "<|end|>" in a text is seven plain characters. Tokenizers of others may normalise, and may see an end.
+    UserError for a str with half a surrogate pair, which has no UTF-8.
     """
 
     vocab_size: int
-    end: int  # id of the token that follows each document
-    begin: int | None = None  # of the one at the head of each, if there is such a token
+    end: int  # id of the token behind each document
+    begin: int | None = None  # id of the token at the head of each document, if there is one
 
     @property
     def before(self) -> int:
-        """The token that stands before the text of a document: its own, or the end of the one before."""
+        """The token before the text of a document: its own begin, or the end of the document before."""
         return self.end if self.begin is None else self.begin
 
     def encode(self, text: str) -> list[int]:
@@ -74,11 +74,12 @@ class Tokenizer(ABC):
 
     @property
     def beside(self) -> str | None:
-        """The content of the tokenizer_config.json that says what begins and ends a document, if one does."""
+        """The content of tokenizer_config.json if it says what begins and ends a document, else None."""
         return None
 
     def write(self, path: Path) -> None:
-        """Writes tokenizer.json, and before it what belongs beside it: each a whole file or none. OSError."""
+        """Write tokenizer.json, and before it the file beside it; each is written whole or not at all.
+        OSError."""
         if self.beside is not None:
             write_whole(path.with_name(CONFIG), self.beside.encode(), durable=True)
         write_whole(path, self.to_json().encode(), durable=True)
@@ -94,9 +95,9 @@ class Tokenizer(ABC):
 
     @property
     def hash(self) -> str:
-        """Of tokenizer.json: equal hashes encode alike.
+        """The hash of tokenizer.json: tokenizers with equal hashes encode alike.
 
-        Of one that was loaded it is that of its file: other releases of the package may write it otherwise.
+        If it was loaded, this is its file's hash: another release of the package may write it differently.
         """
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
@@ -109,13 +110,13 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """Token i is the byte i of UTF-8."""
+    """Token i is byte i of the text's UTF-8."""
 
     vocab_size = SMALLEST_VOCAB
     end = 256
 
     def __init__(self, content: str | None = None) -> None:
-        self._content = content  # of the tokenizer.json that says so; None: it is made anew
+        self._content = content  # of the tokenizer.json that was read; None: it is made anew
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(_utf8(text), np.uint8).astype(np.uint32) for text in texts]
@@ -136,7 +137,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """Whatever a tokenizer.json describes."""
+    """Any tokenizer that a tokenizer.json describes."""
 
     def __init__(
         self,
@@ -146,16 +147,16 @@ class JsonTokenizer(Tokenizer):
         begin: int | None = None,
         beside: str | None = None,
     ) -> None:
-        """content, beside: of the tokenizer.json and the tokenizer_config.json that it was read from."""
+        """content, beside: of the tokenizer.json and tokenizer_config.json that were read."""
         before = tokenizer.to_str()
-        # As saved, these may cut texts off, fill them up or split them at random: each is wanted as it is.
+        # As saved, a tokenizer may truncate texts, pad them or split them at random; here none is wanted.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if isinstance(tokenizer.model, models.BPE):
             tokenizer.model.dropout = None
         now = tokenizer.to_str()
         self._content = content if content is not None and now == before else now
-        tokenizer.encode_special_tokens = True  # that is: as plain text
+        tokenizer.encode_special_tokens = True  # i.e. as plain text
         self._tokenizer = tokenizer
         self._may_drop = self._lacks_letters()
         added = (each for each in tokenizer.get_added_tokens_decoder().values() if not each.special)
@@ -165,11 +166,11 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
-            _utf8(text)  # else the package raises a TypeError that blames the type
+            _utf8(text)  # otherwise the package raises a TypeError that blames the type
             self._check_known(text)
         try:
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the package raises this very class for a word that it does not know
+        except Exception as error:  # the package raises this base class for a word that it does not know
             reason = " ".join(str(error).split())
             raise UserError(
                 f"the tokenizer cannot read this text ({reason}): give it a token for what it does not know, "
@@ -189,7 +190,8 @@ class JsonTokenizer(Tokenizer):
         return self._beside
 
     def _check_known(self, text: str) -> None:
-        """UserError for what the package would leave out without a word: bits a byte would be too good."""
+        """UserError for characters that the package would drop silently: bits per byte would look too
+        good."""
         if not self._may_drop:
             return
         if (normalizer := self._tokenizer.normalizer) is not None:
@@ -205,17 +207,17 @@ class JsonTokenizer(Tokenizer):
             self._known.add(letter)
 
     def _words(self, text: str) -> list[str]:
-        """Of a text that is normalised: what the model sees, one after the other."""
+        """The pieces of a normalised text that the model sees, one after the other."""
         splitter = self._tokenizer.pre_tokenizer
         return [word for word, _ in splitter.pre_tokenize_str(text)] if splitter is not None else [text]
 
     def _lacks_letters(self) -> bool:
-        """Whether the package may leave out letters: where a BPE knows neither them nor their bytes."""
+        """Whether the package may drop characters: a BPE that knows neither them nor their bytes."""
         model = self._tokenizer.model
         if not isinstance(model, models.BPE) or model.unk_token is not None:
             return False
         if model.continuing_subword_prefix or model.end_of_word_suffix:
-            return False  # a letter by itself says nothing there
+            return False  # there single letters prove nothing
         vocab, letters = self._tokenizer.get_vocab(with_added_tokens=False), _letters()
         if model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
             return False
@@ -233,13 +235,13 @@ def train_bpe(
     sample_bytes: int = 20_000_000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokenizer:
-    """A byte-level BPE of the documents in `files`, the same on every machine for the same content.
+    """A byte-level BPE of the documents in `files`; the same content gives the same BPE on every machine.
 
-    vocab_size: entries, `end` and the 256 bytes included; a small corpus may fill fewer.
-    share, seed: what `tokens.build` puts into the validation part is not learned from.
-    sample_bytes: of a larger corpus only so much is learned from, about; documents are drawn by content.
-    progress: called with (bytes of text read, bytes of all files), about once a MiB.
-    UserError for a vocabulary that has no room for all bytes.
+    vocab_size: entries, with `end` and the 256 bytes; a small corpus may fill fewer.
+    share, seed: documents that `build` puts into the validation part are not learned from.
+    sample_bytes: about this much of a larger corpus is learned from; documents are drawn by content.
+    progress: called with (bytes of text read, bytes of all files), about once per MiB.
+    UserError if the vocabulary has no room for all bytes.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise UserError(
@@ -255,7 +257,7 @@ def train_bpe(
 
     def sample() -> Iterator[str]:
         done = told = 0
-        # Cut as for the token files: a document that is whole here may be held out in part there.
+        # Cut as for the token files: a document that is whole here might be held out in part there.
         for document in documents(files, field, skipped={}, to_hold_out=share > 0):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
@@ -271,11 +273,11 @@ def train_bpe(
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """From a tokenizer.json, ours or any other, or from the folder that holds one.
+    """A tokenizer from a tokenizer.json, ours or any other, or from the folder that holds one.
 
-    A tokenizer_config.json beside it says which tokens begin and end a document; without one, or if it does
-    not say, none begins it, and the name of its end is one of those that are usual.
-    UserError if there is none, if one of the files is damaged, or if no token of it ends a document.
+    A tokenizer_config.json beside it says which tokens begin and end a document. Without one, or if it does
+    not say, no token begins a document, and the end is found by its usual names.
+    UserError if there is no tokenizer.json, if a file is damaged, or if no token ends a document.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -290,7 +292,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise UserError(f"{path}: cannot be read ({error}): get it from where the model is from") from error
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the package raises this very class for whatever it cannot read
+    except Exception as error:  # the package raises this base class for whatever it cannot read
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not a tokenizer.json ({reason}): name one, or train a new one") from error
     if tokenizer.to_str() == ByteTokenizer().to_json():
@@ -305,14 +307,14 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def _make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
-    """Texts are split at words first, so that no merge crosses one."""
-    # The package's stubs know neither attribute as one that can be set.
+    """Split texts into words first, so that no merge crosses two words."""
+    # The package's stubs do not know that these attributes can be set.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
 
 
 def _beside(path: Path) -> str | None:
-    """What stands in the file, if it is there."""
+    """The content of the file, if it is there."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -322,7 +324,7 @@ def _beside(path: Path) -> str | None:
 
 
 def _said(text: str | None, path: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int | None, str | None]:
-    """The id of the token that begins a text, and the name of the one that ends it, as far as it says so."""
+    """(id of the token that begins a text, name of the token that ends it), as far as the file says."""
     if text is None:
         return None, None
     try:
@@ -337,7 +339,7 @@ def _said(text: str | None, path: Path, tokenizer: tokenizers.Tokenizer) -> tupl
     )
     known = end is not None and tokenizer.token_to_id(str(end)) is not None
     adds = content.get("add_bos_token")
-    if adds is None:  # then what is put around a text says so
+    if adds is None:  # then the tokens that it puts around a text decide
         special = tokenizer.encode("", add_special_tokens=True).tokens[:1]
         adds = special == [begin]
     return tokenizer.token_to_id(str(begin)) if adds else None, str(end) if known else None
@@ -345,7 +347,7 @@ def _said(text: str | None, path: Path, tokenizer: tokenizers.Tokenizer) -> tupl
 
 def _letters() -> list[str]:
     """The letter that stands for each byte in a byte-level vocabulary: [0] for byte 0, and so on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # printable: as they are
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # printable: themselves
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 

@@ -37,8 +37,8 @@ class Part:
     name: str  # "train" or "validation"
     tokens: npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32 [number of tokens]
     offsets: npt.NDArray[np.int64]  # [documents + 1]
-    end: int  # the last token of each document
-    text_bytes: int  # what it was made from
+    end: int  # id of the token at the end of each document
+    text_bytes: int  # of the text that the tokens were made from
 
     @property
     def documents(self) -> int:
@@ -57,23 +57,23 @@ class TokenFiles:
     vocab_size: int
     tokenizer_hash: str
     skipped: int  # files that were not text
-    skipped_bytes: int  # their sizes, together
+    skipped_bytes: int  # together
     skipped_first: tuple[str, ...]  # the first few, each with what is wrong with it
-    made_from: Mapping[str, Any]  # all that the content depends on, as `build` wrote it
-    identity: str  # of the content: where it is equal, every step reads the same
+    made_from: Mapping[str, Any]  # everything that the content depends on, as `build` wrote it
+    identity: str  # of the content: if two are equal, every step reads the same
 
 
 def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
-    """Maps the files that `build` made.
+    """Map the files that `build` made into memory.
 
-    UserError, with the file's name, if one is missing, of another size than the manifest says, or if its
-    offsets are no offsets. Only with `verify` are the tokens read, and compared to their checksums.
+    UserError, with the file's name, if one is missing, has another size than the manifest says, or if its
+    offsets are not offsets. Only with `verify` are tokens read and compared with their checksums.
     """
     return _open(Path(folder), _manifest(Path(folder)), verify)
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """The last act of making the files: from then on they are there. OSError if it cannot be written."""
+    """Complete the files: from now on they count as there. OSError if the manifest cannot be written."""
     checked = {"version": _VERSION, "checksum": digest(json.dumps(content).encode()), **content}
     write_whole(folder / MANIFEST, json.dumps(checked, indent=2).encode() + b"\n", durable=True)
 
@@ -109,7 +109,7 @@ def _open(folder: Path, manifest: dict[str, Any], verify: bool) -> TokenFiles:
         vocab_size=made_from["vocab_size"],
         tokenizer_hash=made_from["tokenizer"],
         skipped=manifest["skipped"],
-        skipped_bytes=manifest.get("skipped_bytes", 0),  # neither was kept at first
+        skipped_bytes=manifest.get("skipped_bytes", 0),  # manifests of older versions lack both
         skipped_first=tuple(manifest.get("skipped_first", ())),
         made_from=made_from,
         identity=digest(json.dumps([manifest[name]["checksums"] for name in PARTS]).encode()),
@@ -137,7 +137,7 @@ def _map(path: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
         found = path.stat().st_size
         if found != expected:
             raise UserError(f"{path}: {found} bytes, but the manifest says {expected}: build again")
-        # numpy cannot map a file of no bytes
+        # numpy cannot map an empty file
         return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): build again") from error

@@ -1,1 +1,1 @@
-"""Decoder-only transformers that know nothing of ranks."""
+"""Decoder-only transformers that know nothing of ranks, and their files in Hugging Face's format."""

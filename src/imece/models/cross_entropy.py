@@ -1,12 +1,12 @@
-"""Cross-entropy a few positions at a time.
+"""Cross-entropy computed in pieces, so that it needs little memory besides the logits.
 
-`F.cross_entropy` of float32 logits writes the logits again in float32, their log-softmax and the gradient of
-that, each as large as the logits, which are the largest tensor of a step. Here a *piece* of the positions is
-converted, used and forgotten while it is still in the cache; what stays is one number a position.
+The logits are the largest tensor of a step. `F.cross_entropy` in float32 writes them again in float32, then
+their log-softmax, then its gradient, all of the same size. Here a *piece* of the positions is converted, used
+and dropped while it is still in the cache; only one number per position stays.
 
-Where somebody has some *columns* of the logits alone, entries of the vocabulary, two numbers a position are
-all that those who have the others need of them: the log-sum-exp of these columns, and the target's logit,
-which one of them has (after Shoeybi et al. 2019, section 3).
+If a rank has only some *columns* of the logits (entries of the vocabulary), two numbers per position are all
+that the other ranks need of them: the log-sum-exp of these columns, and the target's logit, which one rank
+has (after Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class Columns:
-    """Logits [N, n] are columns [first, first + n) of `whole`; others have the rest."""
+    """Logits [N, n] that are columns [first, first + n) of `whole`; other ranks have the rest."""
 
     first: int
     whole: int
     merged: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Of log-sum-exp and target's logit of each row (0 where others have it), [N]: those over all columns."""
+    """(log-sum-exp, target's logit), each [N], of these columns -> the same over all columns. The logit is 0
+    if another rank has the target."""
 
 
 OF_CLASS: dict[type[Tensor], Callable[[Tensor, Tensor, int], Tensor]] = {}
-"""For a class of tensors that are more than they hold: `summed_cross_entropy` of its logits [..., V]."""
+"""For tensor subclasses such as DTensor: class -> `summed_cross_entropy` of its logits [..., V]."""
 
-_CPU_PIECE_BYTES = 1 << 20  # in float32; the second-level cache of one core
-_PIECE_BYTES = 1 << 28  # elsewhere: large enough that launching kernels costs nothing
+_CPU_PIECE_BYTES = 1 << 20  # in float32: the second-level cache of one core
+_PIECE_BYTES = 1 << 28  # on other devices: large enough that launching kernels costs nothing
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: Reduction = "mean"
 ) -> Tensor:
-    """F.cross_entropy of logits [..., V] in float32 and targets (int64 [...]): a float32 scalar, of float64 a
-    float64 one.
+    """F.cross_entropy of logits [..., V] and targets (int64 [...]), computed in float32 (of float64: in
+    float64).
 
-    The logits may have any dtype, and need no `.float()`: of memory it takes them and their gradient in that
-    dtype, and a piece of 256 MiB or less; torch's takes 12 bytes for each logit. Targets that are
-    `ignore_index` do not count; the mean over none at all is nan. Can be differentiated once. ValueError for
-    targets of another shape and for another reduction.
+    The logits may have any dtype and need no `.float()`. Memory: the logits and their gradient in that dtype,
+    and a piece of at most 256 MiB; torch's function takes 12 bytes per logit. Targets equal to `ignore_index`
+    do not count; the mean over no target is nan. Can be differentiated once. ValueError for targets of
+    another shape and for an unknown reduction.
 
-    logits may be a DTensor whose last dim, the vocabulary, is sharded over ranks, as of
-    `imece.tensor_parallel(..., divided_logits=True)` or of torch's `parallelize_module`: each rank computes
-    with its own, two numbers a position travel, and all have the same loss. Then all of these ranks call it,
-    with the same targets. ValueError for logits that are sharded otherwise, or of which a rank has none.
+    logits may be a DTensor whose last dim, the vocabulary, is sharded over ranks, as from
+    `imece.tensor_parallel(..., divided_logits=True)` or torch's `parallelize_module`. Then all of these ranks
+    call this with the same targets; each computes its own columns, two numbers per position travel, and all
+    get the same loss. ValueError for logits that are sharded otherwise, or of which a rank has no column.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
@@ -70,12 +71,12 @@ def cross_entropy(
 def summed_cross_entropy(
     logits: Tensor, targets: Tensor, ignore: int, columns: Columns | None = None
 ) -> Tensor:
-    """The sum over all targets but `ignore`: a scalar, computed in float32 or, of float64, in that.
+    """The sum over all targets but `ignore`: a scalar, float32 (of float64: float64).
 
-    logits [N, V], or some columns of them; targets int64 [N]. Can be differentiated once.
+    logits: [N, V], or some columns of them; targets: int64 [N]. Can be differentiated once.
     """
     if columns is None and torch.compiler.is_compiling():
-        # Its own fused kernel is better than a loop it would unroll.
+        # torch.compile would unroll the loop below; its own fused kernel is better.
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=ignore, reduction="sum")
     return cast(Tensor, _Pieces.apply(logits, targets, ignore, columns))  # type: ignore[no-untyped-call]
 
@@ -99,25 +100,26 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: what follows would silently count as a constant
+        if torch.is_grad_enabled():  # create_graph=True: the second derivative would silently be 0
             raise RuntimeError("this cross-entropy can be differentiated once; F.cross_entropy more often")
         logits, targets, kept, here, totals = ctx.saved_tensors
         scale, hits = gradient * kept, here.to(totals.dtype)
         result = torch.empty_like(logits)
         for piece in _pieces(logits):
-            # Wide until the last line: in fp16 a gradient that is not yet scaled would be zero.
+            # Stays in float32 until the last line: in fp16 a gradient that is not yet scaled would be zero.
             softmax = (logits[piece] - totals[piece, None]).exp_()
             rows = torch.arange(len(softmax), device=softmax.device)
             softmax[rows, targets[piece]] -= hits[piece]
             result[piece] = softmax.mul_(scale[piece, None])
-            del softmax  # or it would lie beside the next piece's
+            del softmax  # or it would be in memory together with the next piece's
         return result, None, None, None
 
 
 def _own(targets: Tensor, columns: Columns, count: int) -> tuple[Tensor, Tensor]:
-    """(each target's column of these `count`, bool: others have it and it is said to be 0)"""
+    """(each target's column among these `count`, bool: another rank has the target, and its column reads
+    0)."""
     at = targets - columns.first
-    # One that nobody has stays what it is, for all to refuse.
+    # A target outside the whole vocabulary stays, so that every rank refuses it.
     elsewhere = ((at < 0) | (at >= count)) & (targets >= 0) & (targets < columns.whole)
     return at.where(~elsewhere, 0), elsewhere
 

@@ -1,4 +1,4 @@
-"""Tokens from a model, one after another."""
+"""Generates tokens with a model, one after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from imece.models.transformer import KVCache, Transformer
 
 
 class LogitsError(ArithmeticError):
-    """The logits are not finite, as those of weights that training has spoilt: no token can be chosen."""
+    """The logits are not finite (weights that training has spoilt), so no token can be chosen."""
 
 
 def generate(
@@ -26,17 +26,17 @@ def generate(
     stop: Collection[int] = (),
     entries: int | None = None,
 ) -> Iterator[int]:
-    """At most max_new tokens that follow the prompt; ends before a token of `stop`, which is not given out.
+    """At most max_new tokens that follow the prompt; ends before a token of `stop`, which is not yielded.
 
-    entries: only the first so many of the vocabulary, for a tokenizer that has fewer than the model.
-    temperature 0, or one too small for float32, takes the likeliest token each time. Otherwise one is drawn,
+    entries: use only this many of the vocabulary, for a tokenizer with fewer entries than the model.
+    temperature: 0, or too small for float32, takes the likeliest token each time. Otherwise a token is drawn
     among the top_k likeliest, and of these among the fewest that together have probability top_p. `generator`
     must be on the model's device.
-    Whenever max_seq positions are full, the model forgets the older half of them and reads the rest again.
+    Whenever max_seq positions are full, the model forgets the older half and reads the rest again.
 
     ValueError, at once and not at the first token, for an empty prompt, one of more than max_seq tokens or
-    with a token that is not in the vocabulary, max_new or temperature below 0, top_k below 1, and top_p not
-    in (0, 1]. LogitsError at the token that cannot be chosen.
+    with a token outside the vocabulary, max_new or temperature below 0, top_k below 1, and top_p outside (0,
+    1]. LogitsError at the token that cannot be chosen.
     """
     prompt = [int(token) for token in prompt_tokens]
     config = model.config
@@ -56,7 +56,7 @@ def generate(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
 
-    # A function of its own: one with a yield in it would check nothing before the first token is asked for.
+    # A function of its own: a generator function would check nothing before the first token is asked for.
     def tokens() -> Iterator[int]:
         weight = model.embed.weight
         capacity = min(len(prompt) + max_new, config.max_seq)
@@ -64,7 +64,7 @@ def generate(
         seen, new = list(prompt), prompt
         for _ in range(max_new):
             if cache.length == config.max_seq:
-                # Keys hold their absolute positions, so what stays has to be read again, from position 0.
+                # Keys hold absolute positions, so the tokens that stay must be read again from position 0.
                 cache.length = 0
                 del seen[: -max(1, config.max_seq // 2)]
                 new = list(seen)
@@ -86,19 +86,19 @@ def _choose(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> int:
-    most = logits.max()  # NaN if any is; a token that can never come may have -inf
+    most = logits.max()  # NaN if any logit is; single logits may be -inf
     if not most.isfinite():
         raise LogitsError(f"the model's largest logit is {float(most)}: no token can be chosen")
-    if temperature < torch.finfo(torch.float32).tiny:  # in float32 it may be 0
+    if temperature < torch.finfo(torch.float32).tiny:  # float32 may round it to 0
         return int(logits.argmax())
-    # The maximum goes first: divided by a small temperature, it would overflow.
+    # Subtract the maximum first: divided by a small temperature, it would overflow.
     scaled = (logits - most) / temperature
     probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
     probabilities = probabilities[:top_k]
     if top_p is not None:
         probabilities = probabilities / probabilities.sum()
-        likelier = probabilities.cumsum(0) - probabilities  # what all tokens before it have together
+        likelier = probabilities.cumsum(0) - probabilities  # probability of all tokens before each
         kept = likelier < top_p
-        kept[0] = True  # the likeliest one, also where top_p is so small that it is 0 in float32
+        kept[0] = True  # the likeliest, even if top_p is so small that it is 0 in float32
         probabilities = probabilities[kept]
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,6 +1,6 @@
-"""The same model under Hugging Face's names: a folder that transformers loads, and back.
+"""Reads and writes the model as a folder of Hugging Face's format, which transformers loads.
 
-Nothing is computed: both pair the channels of a head in the same order, so every tensor stays as it is.
+No tensor is changed, only its name: both sides pair the channels of a head in the same order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Shape = tuple[int, ...]
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # of a model in several files: which tensor is in which
-# What belongs to the tokenizer of a folder, and how text is to be made with it.
+INDEX = "model.safetensors.index.json"  # which tensor is in which file, for a model in several files
+# Files of a folder's tokenizer, and of how text is formatted for it.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,17 +58,18 @@ _IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Others need scales, which are apart.
+# Other dtypes need scales, which lie in other tensors.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _POINTER = b"version https://git-lfs"
-_CHUNK = 4 << 20  # elements that are there besides what they are read for
-# In some files, and nothing that is trained: a tied head once more, and tables that positions say.
+_CHUNK = 4 << 20  # elements in memory at a time while a tensor is read elsewhere
+# In some files, but not parameters: a tied head once more, and tables that can be computed.
 _COMPUTED = ("lm_head.weight", ".rotary_emb.inv_freq")
 _SHOWN = 3
 
 
 def hugging_face_name(name: str) -> str:
-    """ "blocks.3.mlp.up.weight" -> "model.layers.3.mlp.up_proj.weight". ValueError if no parameter has it."""
+    """ "blocks.3.mlp.up.weight" -> "model.layers.3.mlp.up_proj.weight". ValueError for an unknown
+    parameter."""
     stem, _, kind = name.rpartition(".")
     blocks, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
@@ -88,20 +89,20 @@ def to_hugging_face(
     end: int | None = None,
     like: str | None = None,
 ) -> tuple[Json, Iterator[tuple[str, Tensor]]]:
-    """The content of config.json, for files in `dtype`, and the tensors with their new names, as they are.
+    """(content of config.json for files in `dtype`, the tensors with their new names, unchanged).
 
-    `tensors` are those of `Transformer.named_parameters` in any order; they are taken one by one, as the
-    second result is read, and so are its errors: ValueError for a tensor too many or too few, or of another
-    shape. end: the token behind each document, which is the one before each document too. like: the
-    model_type to be, where the shape can be that of several. ValueError for a shape that is that of none.
+    `tensors` are those of `Transformer.named_parameters` in any order. They are taken one by one while the
+    second result is read; so its errors come then: ValueError for a tensor too many, too few, or of a wrong
+    shape. end: the token behind each document, which also stands before each document. like: the model_type
+    to write if the shape fits several. ValueError if it fits none.
     """
     return content_of(config, dtype, end, like), _renamed(config, tensors)
 
 
 def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """The shape, and all parameters by the names that `Transformer` has for them, in the dtype of the file.
+    """(shape, all parameters by `Transformer`'s names in the dtype of the file).
 
-    UserError as `HuggingFaceModel.open`.
+    UserError as from `HuggingFaceModel.open`.
     """
     model = HuggingFaceModel.open(folder)
     return model.config, {name: model.tensor(name) for name in shapes_of(model.config)}
@@ -109,18 +110,18 @@ def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies."""
+    """Where a tensor lies on the disk."""
 
     path: Path
-    start: int  # bytes from the beginning of the file
+    start: int  # bytes from the start of the file
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A folder's model. Its tensors are on the disk until they are asked for, whole or in part.
+    """The model in a folder. Its tensors stay on the disk until they are read, whole or in part.
 
-    Files are read and never mapped: a mapped page counts as this process's memory as long as it is mapped.
+    Files are read, never mapped: a mapped page would count as this process's memory while it is mapped.
     """
 
     folder: Path
@@ -130,20 +131,23 @@ class HuggingFaceModel:
 
     @classmethod
     def open(cls, folder: Path | str) -> HuggingFaceModel:
-        """UserError, with the file's name, if it is missing or damaged, if the model is none that
-        `Transformer` can be (another architecture, other rotary positions, quantised), or if a tensor
-        is missing, of another shape, or too many. Of the files of tensors only the headers are read.
+        """The model in this folder. Of the tensors' files only the headers are read.
+
+        UserError, with the file's name, if a file is missing or damaged, if `Transformer` cannot be this
+        model (another architecture, other rotary positions, quantised), or if a tensor is missing, of a wrong
+        shape, or unknown.
         """
         folder = Path(folder)
         config = read_config(folder / CONFIG)
         return cls(folder, config, _places(folder, _files(folder), config))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor in the file, by its name in `Transformer`."""
+        """The dtype in the file of the tensor with this name in `Transformer`."""
         return self._places[hugging_face_name(name)].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """By its name in `Transformer`, in the dtype of the file. UserError if it cannot be read."""
+        """The tensor with this name in `Transformer`, in the dtype of the file. UserError if it cannot be
+        read."""
         shape = shapes_of(self.config)[name]
         return self.slice(name, 0, math.prod(shape)).view(shape)
 
@@ -165,9 +169,9 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
-        """Its elements from `start` on into a tensor on any device, of any dtype, all of it.
+        """Fill all of `target`, of any dtype on any device, with the tensor's elements from `start` on.
 
-        No more than a fixed buffer is needed besides. UserError if they cannot be read, or are not finite.
+        Needs only a buffer of fixed size besides. UserError if the elements cannot be read or are not finite.
         """
         flat = target.view(-1)
         for at in range(0, len(flat), _CHUNK):
@@ -181,7 +185,8 @@ class HuggingFaceModel:
 
 
 def read_config(path: Path) -> TransformerConfig:
-    """What a config.json describes. UserError, with its name, if it is missing, or no model to read here."""
+    """The shape that a config.json describes. UserError, with its name, if it is missing or describes another
+    model."""
     content = read_json(path)
     try:
         return shape_from(content)
@@ -193,7 +198,7 @@ def read_config(path: Path) -> TransformerConfig:
 
 
 def hugging_face_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Of all tensors, by their new names, in the order of the model."""
+    """The shapes of all tensors by Hugging Face's names, in the order of the model."""
     return {hugging_face_name(name): shape for name, shape in shapes_of(config).items()}
 
 
@@ -205,7 +210,7 @@ def generation_config(end: int) -> Json:
 def tokenizer_config(config: TransformerConfig, end: str) -> Json:
     """The content of tokenizer_config.json, beside a tokenizer.json. end: the end token as text."""
     return {
-        # Named, for transformers would else take Llama's own class, which changes what tokenizer.json says.
+        # Without a class transformers would take Llama's own, which changes what tokenizer.json says.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
         "eos_token": end,
@@ -230,14 +235,15 @@ def _renamed(
 
 
 def shapes_of(config: TransformerConfig) -> dict[str, Shape]:
-    """Of all parameters, by their names in `Transformer`."""
+    """The shapes of all parameters by their names in `Transformer`."""
     with torch.device("meta"):
         model = Transformer(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _places(folder: Path, files: Mapping[str, Path], config: TransformerConfig) -> dict[str, _Place]:
-    """Of each tensor that the model has. UserError, by the files' headers alone."""
+    """Where each of the model's tensors lies. UserError if the files' headers do not agree with the
+    config."""
     shapes = hugging_face_shapes(config)
     if missing := [key for key in shapes if key not in files]:
         more = f", nor {len(missing) - 1} more" if missing[1:] else ""
@@ -274,7 +280,7 @@ def _place(path: Path, key: str, begins: int, entry: Json | None, shape: Shape) 
 
 
 def _header(path: Path) -> tuple[int, Json]:
-    """Where a file's tensors begin, and what it says of each. UserError if that is not what it holds."""
+    """(where the file's tensors begin, what it says of each). UserError if the file does not hold that."""
     try:
         with safe_open(path, framework="pt"):
             pass  # all of it is there, and no two tensors overlap
@@ -298,7 +304,7 @@ def _begins_with(path: Path, content: bytes) -> bool:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Tensor -> the file that has it."""
+    """Tensor -> the file that holds it."""
     index = folder / INDEX
     if index.is_file():
         where = read_json(index).get("weight_map")
@@ -316,7 +322,7 @@ def _is_plain_name(name: object) -> bool:
 
 
 def read_json(path: Path) -> Json:
-    """A file of one JSON object. UserError, with its name, if it is none."""
+    """The JSON object in a file. UserError, with its name, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

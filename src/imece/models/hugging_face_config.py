@@ -1,7 +1,7 @@
-"""config.json: a model's shape in Hugging Face's words, of Llama and of those that differ from it by options.
+"""Translates config.json, for Llama and models that differ from it by options, to our shapes and back.
 
-A `model_type` is a row of `_FAMILIES`; whether a shape can be said in its words is seen by reading again what
-was written in them.
+A `model_type` is a row of `_FAMILIES`. Whether it can express a shape is tested by writing the shape and
+reading it again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import INIT_STD
 
 Json = dict[str, Any]
-_Switch = bool | str  # a str: the key that says whether
+_Switch = bool | str  # a str: the key that decides
 
-_MOST_LAYERS = 10_000  # each of them is built, if only in outline
+_MOST_LAYERS = 10_000  # config.json may not ask for more: every layer is built, if only in outline
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
 class _Family:
-    """How the models of a `model_type` differ from Llama."""
+    """How models of one `model_type` differ from Llama."""
 
     architecture: str
     qkv_bias: _Switch = False
@@ -32,12 +32,12 @@ class _Family:
     mlp_bias: _Switch = False
     head_norms: bool = False
     window: Literal["never", "all", "last", "nope"] = "never"
-    """Layers that have one. The last two only where use_sliding_window asks for it: those that layer_types
-    names, and where it is not there, those from max_window_layers on, or without rotary positions."""
+    """Which layers have a window. The last two only if use_sliding_window is set: the layers that layer_types
+    names, or without it those from max_window_layers on, or those without rotary positions."""
     nope: bool = False  # some layers have no rotary positions
     theta: float = 10000.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of keys that are not in the file, as transformers'."""
+    """Values for keys that are not in the file, as in transformers."""
 
 
 _FAMILIES = {
@@ -81,7 +81,7 @@ _FAMILIES = {
         },
     ),
 }
-# What all of them take for a key that is not in the file, unless their own `defaults` say otherwise.
+# Values for keys that are not in the file, unless the family's own `defaults` have them.
 _DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -96,7 +96,8 @@ _DEFAULTS = {
 
 
 def shape_from(content: Json) -> TransformerConfig:
-    """What a config.json describes. ValueError, TypeError, KeyError or AttributeError for what it cannot."""
+    """The shape that a config.json describes. ValueError, TypeError, KeyError or AttributeError if there is
+    none."""
     kind = content["model_type"]
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ValueError(f"model_type is {kind!r}; there are {', '.join(_FAMILIES)}")
@@ -140,8 +141,8 @@ def content_of(
 ) -> Json:
     """The content of config.json, for files in `dtype`. end: the token before and behind each document.
 
-    like: the model_type to take if this shape can be one; else the first that it can be. ValueError if
-    transformers has none of this shape here.
+    like: the model_type to write if it can express this shape; else the first that can. ValueError if none
+    that imece knows can.
     """
     for kind in dict.fromkeys((like, *_FAMILIES)):
         if kind in _FAMILIES:
@@ -152,7 +153,7 @@ def content_of(
 
 
 def _written(kind: str, config: TransformerConfig, dtype: torch.dtype, end: int | None) -> Json:
-    """As models of this kind say it, if they can."""
+    """The content in the words of this model_type, whether or not it can express the shape."""
     family, layers = _FAMILIES[kind], range(config.layers)
     rope: Json = {"rope_type": "default"}
     if (scaling := config.rope_scaling) is not None:
@@ -171,7 +172,7 @@ def _written(kind: str, config: TransformerConfig, dtype: torch.dtype, end: int 
         own["layer_types"] = [_SLIDING if config.window_of(layer) else _FULL for layer in layers]
         own["use_sliding_window"] = config.window is not None
     if family.window == "last":
-        own["max_window_layers"] = config.layers  # what layer_types says counts
+        own["max_window_layers"] = config.layers  # layer_types decides
     if family.nope:
         own["no_rope_layers"] = [int(layer not in config.nope_layers) for layer in layers]
     own |= {"attention_bias": config.out_bias} if family.out_bias else {}
@@ -196,7 +197,7 @@ def _written(kind: str, config: TransformerConfig, dtype: torch.dtype, end: int 
         "bos_token_id": end,
         "eos_token_id": end,
         "pad_token_id": None,
-        # transformers 5 reads the first of each kind, 4 the others.
+        # transformers 5 reads the first of these, transformers 4 the others.
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else rope,
@@ -206,7 +207,7 @@ def _written(kind: str, config: TransformerConfig, dtype: torch.dtype, end: int 
 
 
 def _nope_layers(content: Json, layers: int) -> tuple[int, ...]:
-    turns = content.get("no_rope_layers")  # 1 where there are rotary positions, despite its name
+    turns = content.get("no_rope_layers")  # despite its name: 1 for layers with rotary positions
     if turns is None:
         every = _whole(content, "no_rope_layer_interval")
         if every < 1:
@@ -218,7 +219,7 @@ def _nope_layers(content: Json, layers: int) -> tuple[int, ...]:
 
 
 def _windowed_layers(content: Json, family: _Family, layers: int, nope: tuple[int, ...]) -> frozenset[int]:
-    """The layers that see no more than `sliding_window` positions."""
+    """The layers that attend to at most `sliding_window` positions."""
     window = content.get("sliding_window") if family.window != "never" else None
     if family.window == "all":
         return frozenset(range(layers)) if window is not None else frozenset()
@@ -241,7 +242,7 @@ def _windowed_layers(content: Json, family: _Family, layers: int, nope: tuple[in
 
 
 def _read_rope(content: Json, default_theta: float) -> tuple[float, RopeScaling | None]:
-    # The same precedence as in transformers 5; a file of version 4 has no rope_parameters.
+    # In transformers 5's order; a file of version 4 has no rope_parameters.
     rope: Mapping[str, Any] = content.get("rope_scaling") or content.get("rope_parameters") or {}
     theta = float(rope.get("rope_theta") or content.get("rope_theta") or default_theta)
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -1,8 +1,8 @@
-"""A model's weights as safetensors files, written tensor by tensor: no more than one of them is in memory.
+"""Writes a model's weights as safetensors files, holding one tensor in memory at a time.
 
-The shapes say beforehand where in which file each tensor lies, so tensors may come in any order.
+The shapes decide in advance where each tensor lies, so tensors may come in any order.
 
-    model.safetensors                     if all of it is within the limit of one file
+    model.safetensors                     if everything fits within the limit of one file
     model-00001-of-00003.safetensors      otherwise, with
     model.safetensors.index.json          which tensor is in which file
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from imece.models.hugging_face import INDEX, WEIGHTS, Shape
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_CHUNK = 4 << 20  # elements that are converted at a time
+_CHUNK = 4 << 20  # elements converted at a time
 
 
 def write_weights(
@@ -33,10 +33,10 @@ def write_weights(
     dtype: torch.dtype,
     most_bytes: int,
 ) -> None:
-    """Into a folder that exists. tensors: each that `shapes` has, once, of any dtype, on any device.
+    """Write into an existing folder. tensors: each one of `shapes` once, of any dtype, on any device.
 
-    most_bytes: of tensors in one file; one that is larger has a file of its own. OSError if it cannot be
-    written; then, and if `tensors` raises, what is there must not be used.
+    most_bytes: of tensors in one file; a larger tensor has a file of its own. If this raises (OSError if
+    writing fails, or an error of `tensors`), the files must not be used.
     """
     divided = divide(shapes, dtype.itemsize, most_bytes)
     places: dict[str, tuple[Path, int]] = {}
@@ -57,7 +57,7 @@ def write_weights(
 
 
 def divide(shapes: Mapping[str, Shape], itemsize: int, most_bytes: int) -> list[list[str]]:
-    """The names of each file, in their order: the next one begins where a tensor would be too much."""
+    """The names in each file, in order: a new file begins where a tensor would exceed most_bytes."""
     files: list[list[str]] = [[]]
     taken = 0
     for name, shape in shapes.items():
@@ -71,7 +71,7 @@ def divide(shapes: Mapping[str, Shape], itemsize: int, most_bytes: int) -> list[
 
 
 def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
-    """How a file of these tensors begins, and where in it each of them does."""
+    """(the header of a file of these tensors, where in the file each tensor begins)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
     for name, shape in shapes.items():

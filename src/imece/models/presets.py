@@ -1,4 +1,4 @@
-"""Shapes by name: ours from `tiny` to `1.3b`, and Llama 3.1's as published."""
+"""Shapes by name: `tiny` to `1.3b` of our own, and Llama 3.1 as published."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _llama(layers: int, width: int, heads: int, mlp_width: int) -> TransformerCo
 
 
 PRESETS: dict[str, TransformerConfig] = {
-    # 0.1M parameters: for tests. The vocabulary is that of bytes.
+    # 0.1M parameters, for tests. The vocabulary is the bytes.
     "tiny": TransformerConfig(
         vocab_size=256, layers=2, width=64, heads=4, kv_heads=2, mlp_width=176, max_seq=64, tied_head=True
     ),
-    # 4M: after three minutes on two CPU cores its text looks like what it has read.
+    # 4M parameters: after three minutes on two CPU cores its text resembles what it has read.
     "small": TransformerConfig(
         vocab_size=4096, layers=4, width=256, heads=4, kv_heads=2, mlp_width=768, max_seq=256, tied_head=True
     ),
-    # 29M
+    # 29M parameters.
     "medium": TransformerConfig(
         vocab_size=8192, layers=8, width=512, heads=8, kv_heads=4, mlp_width=1536, max_seq=512, tied_head=True
     ),
@@ -54,7 +54,7 @@ PRESETS: dict[str, TransformerConfig] = {
 
 
 def preset(name: str) -> TransformerConfig:
-    """The shape of that name. ValueError with the nearest name if there is none, or with all of them."""
+    """The shape of this name. ValueError, with the nearest name or all of them, if there is none."""
     if name in PRESETS:
         return PRESETS[name]
     near = difflib.get_close_matches(name, PRESETS, n=1)

@@ -1,4 +1,4 @@
-"""The shape of a transformer: numbers only, so that it can be read and planned for without torch."""
+"""The shape of a transformer: numbers only, so that the planner can use it without torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's way to longer sequences: slow pairs turn `factor` times slower, fast ones as before.
+    """Llama 3.1's extension to longer sequences: slow pairs turn `factor` times slower, fast ones as before.
 
-    A pair is slow if it turns less than low_freq_factor times in original_max_seq positions, and fast if more
-    than high_freq_factor times; between the two the change is gradual.
+    A pair is slow if it turns less than low_freq_factor times in original_max_seq positions, and fast if it
+    turns more than high_freq_factor times; in between the change is gradual.
     """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_max_seq: int  # positions the model was first trained on
+    original_max_seq: int  # positions that the model was first trained on
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -30,26 +30,26 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a model. ValueError, with names and values, for one that cannot be built."""
+    """The shape of a model. ValueError, with names and values, if no model can have it."""
 
     vocab_size: int
     layers: int
-    width: int  # of the residual
+    width: int  # of the residual stream
     heads: int
-    kv_heads: int  # heads of keys and values; equal to `heads` for plain multi-head attention
+    kv_heads: int  # heads of keys and values; equal to `heads` in plain multi-head attention
     mlp_width: int
     max_seq: int  # positions
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    tied_head: bool = False  # the embedding is the head too
+    tied_head: bool = False  # the embedding's weights are the head's too
     rope_scaling: RopeScaling | None = None
-    head_dim: int | None = None  # channels of a head, where they are not width / heads
-    head_norms: bool = False  # RMS norms of each head's query and key, before they are turned
-    qkv_bias: bool = False  # of queries, keys and values
-    out_bias: bool = False  # of what attention gives out
+    head_dim: int | None = None  # channels of a head if not width / heads
+    head_norms: bool = False  # RMS norms of each head's query and key, before rotation
+    qkv_bias: bool = False  # biases of queries, keys and values
+    out_bias: bool = False  # bias of attention's output
     mlp_bias: bool = False
-    window: int | None = None  # positions that one sees, itself the last of them; None: all before it
-    full_layers: tuple[int, ...] = ()  # where there is a window: layers without it
+    window: int | None = None  # positions that a position attends to, itself included; None: all before it
+    full_layers: tuple[int, ...] = ()  # layers without a window, if there is one
     nope_layers: tuple[int, ...] = ()  # layers without rotary positions
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class TransformerConfig:
         self._say_in_one_way()
 
     def _say_in_one_way(self) -> None:
-        """Shapes of the same model are equal."""
+        """Replace values that mean the same by one of them, so that shapes of the same model are equal."""
         one: dict[str, object] = {
             name: tuple(sorted({*getattr(self, name)})) for name in ("full_layers", "nope_layers")
         }
@@ -86,7 +86,7 @@ class TransformerConfig:
 
     @property
     def q_width(self) -> int:
-        """Of all heads' queries, and of what they give out."""
+        """Width of all heads' queries, and of their output."""
         return self.heads * self.head_width
 
     @property
@@ -98,7 +98,7 @@ class TransformerConfig:
 
     @property
     def parameter_count(self) -> int:
-        """Numbers that are trained; a tied head counts once."""
+        """Number of trained parameters; a tied head counts once."""
         attention = 2 * self.width * (self.q_width + self.kv_width)
         mlp = 3 * self.width * self.mlp_width
         tables = 1 if self.tied_head else 2
@@ -110,7 +110,7 @@ class TransformerConfig:
 
     @property
     def vectors(self) -> int:
-        """Numbers of a block's norms and biases."""
+        """Number of elements in a block's norms and biases."""
         return (
             2 * self.width
             + self.head_norms * 2 * self.head_width

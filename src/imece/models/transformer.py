@@ -1,15 +1,15 @@
-"""A decoder-only transformer, Llama's: RMSNorm before each part, rotary positions, SwiGLU, grouped queries.
+"""A decoder-only transformer like Llama: RMSNorm before each part, rotary positions, SwiGLU, grouped queries.
 
-Others of its kind differ by what `TransformerConfig` has options for: biases, norms of queries and keys, a
-window of positions, layers without rotary positions.
+Related models differ by options of `TransformerConfig`: biases, norms of queries and keys, a window of
+positions, layers without rotary positions.
 
     block    attention, then mlp; each reads a norm of the residual and adds to it
     head     one of the `heads` queries; `heads / kv_heads` neighbours share one key and one value
-    pair     channels i and i + head_width / 2 of a head: what the rotary positions turn. Hugging Face's Llama
-             pairs them so too; exported weights would need a permutation if this were the interleaved order
+    pair     channels i and i + head_width / 2 of a head, which rotary positions turn together. Hugging Face's
+             Llama pairs them so too; in the interleaved order exported weights would need a permutation
     rotation the cosines and sines of all pairs at some positions, each float32 [T, head_width / 2]
 
-Shapes: B sequences, T positions, V = vocab_size. Nothing here knows of ranks, and no module has a buffer: a
+Shapes: B sequences, T positions, V = vocab_size. Nothing here knows of ranks. No module has a buffer, so a
 model made on the meta device is complete once it has memory and `reset_parameters` was called.
 """
 
@@ -29,13 +29,13 @@ from imece.models.shape import TransformerConfig
 Rotation = tuple[Tensor, Tensor]
 
 INIT_STD = 0.02
-LARGE_TABLE = 2**22  # elements that take longer to travel than a gather takes to begin
+LARGE_TABLE = 2**22  # elements: above this, moving a table takes longer than starting a gather
 
 
 class Transformer(nn.Module):
-    """The model. Weights are filled from `generator`, or from torch's own; on the meta device there are none.
+    """The model. Weights are drawn from `generator` or torch's own; on the meta device there are none.
 
-    checkpoint_blocks: keep only the input of each block for backward and compute the rest again there.
+    checkpoint_blocks: keep only the input of each block for backward, and recompute the rest there.
     """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
@@ -52,9 +52,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fill all weights, in one fixed order. `generator` must be on the device of the weights.
+        """Fill all weights in one fixed order. `generator` must be on the device of the weights.
 
-        What is added to the residual starts smaller, so that its variance does not grow with the layers.
+        Weights whose output is added to the residual start smaller, so that its variance does not grow with
+        depth.
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
@@ -76,12 +77,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] of the token that follows each of `tokens` (int64 [B, T]).
 
-        With a cache, the tokens come after those it holds, and it holds them too afterwards; such logits have
-        no gradient. last_only: logits of the last position only, [B, 1, V]. positions: where in a longer
-        sequence the tokens are (int64 [T]), of which others see to it that attention has the rest.
+        cache: the tokens come after those that it holds, and are added to it; such logits have no gradient.
+        last_only: logits of the last position only, [B, 1, V]. positions: where in a longer sequence the
+        tokens are (int64 [T]), if the caller arranges that attention sees the rest.
 
-        ValueError if tokens is not 2D, or for more positions than max_seq or than the cache has room for; for
-        positions of another number, beside a cache, or where layers have windows.
+        ValueError if tokens is not 2D, or for more positions than max_seq or the cache has room for. With
+        positions: ValueError if their number is not T, with a cache, or if layers have windows.
         """
         self._check_room(tokens, cache)
         if positions is None:
@@ -89,7 +90,7 @@ class Transformer(nn.Module):
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         else:
             self._check_positions(positions, tokens, cache)
-        # A cache is written in place: a gradient through it would be that of the newest tokens only.
+        # The cache is written in place, so a gradient through it would miss all older tokens.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             x = self.embed(tokens)
             rotation = rotation_at(self.config, positions)
@@ -104,7 +105,7 @@ class Transformer(nn.Module):
     def through(
         self, block: nn.Module, x: Tensor, rotation: Rotation, cache: KVCache | None = None
     ) -> Tensor:
-        """What a block makes of the residual x, as `forward` goes through it."""
+        """The residual x after `block`, computed as in `forward`."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
             return cast(Tensor, checkpoint(block, x, rotation, use_reentrant=False))
         return cast(Tensor, block(x, rotation, cache))
@@ -146,7 +147,7 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"positions for layers with a window of {window}, which counts neighbours: leave them out"
             )
-        last = int(positions.max())  # a GPU is waited for: once in a forward
+        last = int(positions.max())  # waits for the GPU, once per forward
         if last >= self.config.max_seq:
             raise ValueError(f"positions go up to {last}; max_seq is {self.config.max_seq}")
 
@@ -165,7 +166,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """What a position takes from itself and those before it. Part `layer` of a cache is its own."""
+    """Each position attends to itself and those before it. `layer` is this module's part of a cache."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class Attention(nn.Module):
             mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
             if self.window is not None:
                 mask = mask.triu(seen - new - self.window + 1)
-        # Without a cache nothing is compared: torch.compile knows no answer to it where any length may come.
+        # Without a cache nothing is compared: torch.compile cannot decide the comparison for dynamic lengths.
         causal = mask is None and (cache is None or new == seen)
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
@@ -228,8 +229,8 @@ class MLP(nn.Module):
 class KVCache:
     """Keys and values of the positions that a model has seen, for all layers.
 
-    Setting `length` to a smaller number forgets the positions from there on. `capacity` is in positions, by
-    default max_seq; ValueError if it or `batch` is below 1, or capacity above max_seq.
+    Setting `length` to a smaller number forgets the positions from there on. `capacity`: positions, by
+    default max_seq. ValueError if capacity or `batch` is below 1, or capacity above max_seq.
     """
 
     def __init__(
@@ -253,15 +254,16 @@ class KVCache:
         self._values = torch.empty(shape, device=device, dtype=dtype)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new ones [B, kv_heads, T, head_width] of a layer; return all of it, in their dtype.
+        """Write a layer's new keys and values [B, kv_heads, T, head_width]; return all of them in the new
+        ones' dtype.
 
-        `length` stays: it grows when every layer has written.
+        `length` does not change here: it grows once every layer has written.
         """
         end = self.length + keys.shape[2]
-        heads = keys.shape[1]  # fewer than there is room for, in a layer of which others have the rest
+        heads = keys.shape[1]  # may be fewer than there is room for: other ranks have the other heads
         self._keys[layer, :, :heads, self.length : end] = keys
         self._values[layer, :, :heads, self.length : end] = values
-        # Under autocast the new ones are narrower than the cache, and attention takes one dtype only.
+        # Under autocast the new ones are narrower than the cache, but attention needs one dtype.
         return (
             self._keys[layer, :, :heads, :end].to(keys.dtype),
             self._values[layer, :, :heads, :end].to(values.dtype),
@@ -269,14 +271,14 @@ class KVCache:
 
 
 def rotation_at(config: TransformerConfig, positions: Tensor) -> Rotation:
-    """How far each pair turns at `positions` (int64 [T]), always in float32.
+    """The rotation at `positions` (int64 [T]), always in float32.
 
-    It is computed anew for each forward: a buffer would have to survive the meta device, `model.bfloat16()`
-    and loading, each of which has its own way to spoil it, and this costs next to nothing.
+    It is recomputed in each forward, which costs next to nothing. A buffer would have to survive the meta
+    device, `model.bfloat16()` and loading, and each of these can spoil it.
     """
     pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=positions.device)
     exponents = pairs / config.head_width
-    frequencies = 1.0 / config.rope_theta**exponents  # radians a position
+    frequencies = 1.0 / config.rope_theta**exponents  # radians per position
     scaling = config.rope_scaling
     if scaling is not None:
         turns = scaling.original_max_seq * frequencies / (2 * math.pi)
@@ -295,14 +297,15 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _HeadNorm(nn.RMSNorm):
-    """Of x [..., head_width], in its dtype; computed in that of the weight, for autocast makes x bf16."""
+    """RMSNorm of x [..., head_width] that returns x's dtype; computed in the weight's, because autocast makes
+    x bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class _Linear(nn.Linear):
-    """Left unfilled: filling it here too would draw from torch's generator for nothing."""
+    """Left unfilled at construction: filling it here too would draw from torch's generator for nothing."""
 
     def __init__(self, in_width: int, out_width: int, bias: bool = False) -> None:
         super().__init__(in_width, out_width, bias=bias)
@@ -315,7 +318,7 @@ class _Embedding(nn.Embedding):
     """Left unfilled, as `_Linear` is."""
 
     def as_head(self, x: Tensor) -> Tensor:
-        """Logits [B, T, V] of x [B, T, width], by the same weights."""
+        """Logits [B, T, V] of x [B, T, width], computed with the embedding's weights."""
         return F.linear(x, self.weight)
 
     def reset_parameters(self) -> None:
@@ -323,8 +326,8 @@ class _Embedding(nn.Embedding):
 
 
 def units_of(config: TransformerConfig) -> tuple[type[nn.Module], ...] | None:
-    """For `imece.parallelize(units=)`: blocks, and an embedding and a head that are large and not tied, which
-    are then there for their own time alone. None: they stay with the norm, as what is in no block does.
-    """
+    """The units for `imece.parallelize(units=)`: blocks, and embedding and head if they are large and not
+    tied, so that they are in memory only while they are used. None: they stay with the norm, in the unit of
+    whatever is in no block."""
     large = config.vocab_size * config.width >= LARGE_TABLE
     return (Block, _Embedding, _Linear) if large and not config.tied_head else None
