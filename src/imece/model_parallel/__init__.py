@@ -1,1 +1,2 @@
-"""One model over several ranks: its sequences, its matrices or its layers are divided among them."""
+"""Divides one model among several ranks: its sequences (context), its matrices (tensor) or its layers
+(pipeline)."""

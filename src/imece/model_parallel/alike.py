@@ -1,5 +1,8 @@
-"""Ranks that divide a model or its sequences read the same data: of other data on each, as data parallelism
-has it, they would make one sum that makes no sense, and nobody would see that."""
+"""Checks that ranks which divide a model or its sequences read the same data.
+
+Data parallelism gives each rank other data. Here that would add up to sums without meaning, and nobody would
+notice.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from imece.errors import UserError
 
 
 def plain_tensors(given: Any) -> list[Tensor]:
-    """Those in it that have values. Of other types, or without: somebody asks for shapes."""
+    """The tensors in `given` that have values; when somebody only asks for shapes, there are none."""
     return [each for each in tree_leaves(given) if type(each) is Tensor and not each.is_meta]
 
 
 @torch._disable_dynamo(recursive=True)
 def content_of(tensors: Sequence[Tensor]) -> str:
-    """Their shapes, dtypes, and a sum of what is in them."""
+    """Shapes, dtypes, and a checksum of the values."""
     return " ".join(map(_content, tensors))
 
 
 def check_alike(content: str, group: dist.ProcessGroup, device: torch.device, axis: str) -> None:
-    """UserError, on all ranks, unless those of a group along `axis` have the same."""
+    """UserError, on all ranks, unless all ranks of a group along `axis` have the same content."""
     said = gather_texts([content], group, device, f"inputs of a {axis} group")
     if len({text for (text,) in said}) > 1:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Where a tensor passes from what all ranks of the axis "tensor" have alike to what each has a part of.
+"""The collectives where a tensor passes between "the same on all ranks of axis tensor" and "a part on each".
 
-Forward and backward are a pair of collectives each (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
-section 4.2.2), which the placements on both sides say, in the terms of torch's DTensor (crossing.py):
+Each boundary is a pair of collectives, for forward and backward (Shoeybi et al. 2019, section 3; Korthikanti
+et al. 2022, section 4.2.2). DTensor's placements on both sides determine the pair (crossing.py):
 
                     forward         backward
     enter           -               all-reduce      a whole tensor, which each rank uses for its part
@@ -13,9 +13,9 @@ section 4.2.2), which the placements on both sides say, in the terms of torch's 
     gather          all-gather      -               the opposite
     summed          -               all-reduce      of a parameter: the gradients of all ranks
 
-What comes in and goes out is this rank's plain tensor, but for logits that stay divided: these are a DTensor,
-so that nobody takes a rank's entries of the vocabulary for all. torch.compile leaves all of this alone and
-compiles what is between.
+Inputs and outputs are this rank's plain tensors. Only logits that stay divided are a DTensor, so that nobody
+mistakes a rank's entries of the vocabulary for all of them. torch.compile skips these functions and compiles
+what is between them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch.distributed.tensor.placement_types import Placement
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.crossing import cross
 
-_POSITIONS = 1  # the dim of [batch, positions, ...]
+_POSITIONS = 1  # a dim of [batch, positions, ...]
 
 
 class Boundary:
-    """Of one axis of ranks. sequence: between divided layers each rank holds a part of the positions.
-    divided_logits: those of a head stay parts."""
+    """Boundaries along one axis of ranks. sequence: between divided layers each rank holds a part of the
+    positions. divided_logits: a head's logits stay divided."""
 
     def __init__(self, ranks: DeviceMesh, *, sequence: bool, divided_logits: bool = False) -> None:
         self.sequence = sequence
@@ -50,7 +50,7 @@ class Boundary:
 
     @torch._disable_dynamo(recursive=True)
     def check_same(self, given: Any) -> None:
-        """UserError, on all ranks, unless the tensors in it, of the first forward, are the same."""
+        """UserError, on all ranks, unless the ranks' tensors in the first forward are the same."""
         if not self._compared and (tensors := plain_tensors(given)):
             self._compared = True
             device = torch.device(self._ranks.device_type)
@@ -58,9 +58,9 @@ class Boundary:
 
     @torch._disable_dynamo(recursive=True)
     def enter(self, x: Tensor) -> Tensor:
-        """What layers that share one input, as queries, keys and values do, get once: so their gradients are
-        summed before they travel."""
-        if x.is_inference():  # it has no version, by which to see that it still is what entered
+        """The input of divided layers. Layers that share an input, as queries, keys and values do, share the
+        result too, so that their gradients are summed before they travel."""
+        if x.is_inference():  # it has no version that would tell whether it was changed since
             return self._move(x, self._between, Replicate())
         now = x._version, torch.is_grad_enabled()
         if self._entered is None or self._entered[0] is not x or self._entered[1] != now:
@@ -74,7 +74,7 @@ class Boundary:
         return self._move(addend, Partial(), self._between)
 
     def logits(self, part: Tensor) -> Tensor:
-        """Of a rank's entries of the vocabulary: all of them on each rank, or a DTensor that says whose."""
+        """Logits from a rank's entries of the vocabulary: whole on each rank, or a DTensor."""
         self._entered = None
         return self._described(part) if self._divided_logits else self.join_channels(part)
 
@@ -99,7 +99,7 @@ class Boundary:
     def _move(
         self, x: Tensor, before: Placement, after: Placement, gradient: Placement | None = None
     ) -> Tensor:
-        """gradient: what each rank's is, if that is not as `after` says."""
+        """gradient: the placement of the result's gradient, if it is not `after`."""
         return cross(x, self._group, before, after, gradient)
 
     def _check_positions(self, x: Tensor) -> None:

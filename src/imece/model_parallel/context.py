@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of the mesh's axis "context" divide the positions of each sequence.
 
-All that a model does with a position alone (matrices, norms, the loss) needs no other rank. Attention does:
-inside `with context`, torch's `scaled_dot_product_attention` goes round the ring of ring.py, whichever model
-calls it. A TorchFunctionMode sees it, in backward too, where recomputation calls it again: autograd takes the
-modes of the thread that calls it along into those in which it runs.
+Whatever treats each position by itself (matrices, norms, the loss) needs no other rank. Attention does:
+inside `with context`, torch's `scaled_dot_product_attention` runs as the ring of ring.py, whichever model
+calls it. A TorchFunctionMode intercepts the call, also when recomputation repeats it in backward: autograd
+takes the modes of the thread that calls it into its own threads.
 
     stretch    one of 2 N equal pieces of a sequence of T positions, on N ranks
     part       a rank's two stretches, the r-th from the beginning and the r-th from the end: T / N positions
@@ -27,7 +27,7 @@ from imece.mesh import Mesh
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.ring import positions_of, ring_attention
 
-# They attend to positions inside, where a mode does not see it.
+# They attend inside one call, where a mode sees nothing.
 _HIDING = {
     F.multi_head_attention_forward: "nn.MultiheadAttention",
     torch._native_multi_head_attention: "nn.MultiheadAttention",
@@ -36,7 +36,8 @@ _HIDING = {
 
 
 class ContextParallel:
-    """Long sequences over the ranks of a mesh's axis "context": exact, and 1/N of the activations a rank.
+    """Divides long sequences over the ranks of a mesh's axis "context": exact, with 1/N of the activations on
+    each rank.
 
         context = imece.ContextParallel(mesh)
         inputs, targets = context.part(inputs), context.part(targets)
@@ -44,15 +45,16 @@ class ContextParallel:
             logits = model(inputs, positions=context.positions(T))
             model.weigh(cross_entropy(logits, targets), targets.numel()).backward()
 
-    Ranks along the axis read the same sequences (`mesh.batch_rank`, which DistributedSampler takes; the first
-    attention is a UserError where `part` was given others), and each keeps its part. The model must turn its
-    queries and keys by the positions that it is told, and must attend by F.scaled_dot_product_attention,
-    causal or not, without mask and dropout. `imece.parallelize` averages over "context" too. With one rank
-    along the axis everything is as if this were not there.
+    Ranks along the axis read the same sequences and each keeps its part. DistributedSampler does so
+    (`mesh.batch_rank`); if `part` was given different sequences, the first attention is a UserError. The
+    model must turn its queries and keys by the positions that it is given, and must attend with
+    F.scaled_dot_product_attention, causal or not, without mask and dropout. `imece.parallelize` averages over
+    "context" too. With one rank along the axis this class changes nothing.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """All ranks of the mesh call it. ValueError beside an axis pipeline: stages take no positions."""
+        """All ranks of the mesh construct together. ValueError with an axis pipeline: stages take no
+        positions."""
         self.ranks = mesh.size("context")
         if self.ranks > 1 and (stages := mesh.size("pipeline")) > 1:
             raise ValueError(
@@ -60,35 +62,36 @@ class ContextParallel:
                 "and parts of sequences need them"
             )
         self.rank = mesh.coordinate("context")
-        # One of one rank needs none; whoever has one keeps its connections open.
+        # A single rank needs no group, and a group keeps connections open.
         self._group = mesh.group("context") if self.ranks > 1 else None
         self._device = mesh.device
         self._mode = _Mode(self._attend) if self.ranks > 1 else None
         self._attended = False
-        self._given = ""  # to `part` at first, till the first attention compares it
+        self._given = ""  # content of the first tensor given to `part`, until the first attention compares it
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Which positions of a sequence of `length` are this rank's: int64 [length / ranks], ascending.
+        """This rank's positions in a sequence of `length`: int64 [length / ranks], ascending.
 
-        device: the mesh's by default. ValueError if `length` cannot be divided by twice the ranks.
+        device: the mesh's by default. ValueError if twice the number of ranks does not divide `length`.
         """
         check_length(length, self.ranks)
         mine = torch.arange(length) if self.ranks == 1 else positions_of(self.rank, self.ranks, length)
         return mine.to(device or self._device)
 
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of a tensor that has all of them along `dim`. ValueError: as `positions`."""
+        """This rank's positions of a tensor that has all of them along `dim`. ValueError as from
+        `positions`."""
         if self.ranks == 1:
             return tensor
         mine = self.positions(tensor.shape[dim], device=tensor.device)
-        if not self._given:  # only this: a loader that reads ahead may be further on one rank
+        if not self._given:  # only the first: later a loader may have read further ahead on one rank
             self._given = content_of(plain_tensors(tensor))
         return tensor.index_select(dim, mine)
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """The reverse of `part`, on every rank, in the sequence's order; without a gradient.
+        """The reverse of `part`, on every rank, in the sequence's order; has no gradient.
 
-        tensor: of one shape on all ranks along the axis, all of which call it.
+        tensor: of the same shape on all ranks along the axis, which all call this.
         """
         if self.ranks == 1:
             return tensor.detach()
@@ -116,7 +119,7 @@ class ContextParallel:
                 'model of transformers does with attn_implementation="sdpa"'
             )
 
-    @torch._disable_dynamo(recursive=True)  # torch.compile compiles what is around it
+    @torch._disable_dynamo(recursive=True)  # torch.compile compiles the code around it
     def _attend(
         self,
         query: Tensor,
@@ -128,7 +131,8 @@ class ContextParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """F.scaled_dot_product_attention, whose parameters these are, with the keys of all ranks."""
+        """Replaces F.scaled_dot_product_attention, with its parameters, and attends to the keys of all
+        ranks."""
         _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         assert self._group is not None
         if not self._attended:
@@ -143,7 +147,7 @@ class ContextParallel:
 
 
 class _Mode(TorchFunctionMode):
-    """Has every call of torch's attention made by `attend`."""
+    """Passes every call of torch's attention to `attend`."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -174,14 +178,13 @@ class _Mode(TorchFunctionMode):
         return func(*args, **options)
 
     def _go_back(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Backward with this mode in it. A function that torch hands to a mode runs without it, and what asks
-        tensors for modes would come here again; of edges of the graph it asks nothing.
-        """
+        """Run backward with this mode active. torch runs a function that it hands to a mode without that
+        mode, and asking tensors for modes would lead here again; edges of the graph are not asked."""
         ends = [*args, *([options["inputs"]] if options.get("inputs") is not None else [])]
         tensors = [each for end in ends for each in ((end,) if isinstance(end, Tensor) else end)]
         in_graph = all(isinstance(each, Tensor) and each.requires_grad for each in tensors)
         if not in_graph or options.get("materialize_grads") or options.get("is_grads_batched"):
-            return func(*args, **options)  # edges have not these, and torch refuses the first by itself
+            return func(*args, **options)  # edges lack these attributes; torch refuses such calls itself
         if len(ends) > len(args):
             options["inputs"] = _edges(options["inputs"])
         with self:
@@ -189,12 +192,12 @@ class _Mode(TorchFunctionMode):
 
 
 def _edges(tensors: Tensor | Iterable[Tensor]) -> tuple[GradientEdge, ...]:
-    """Where backward begins or ends."""
+    """The edges where backward begins or ends."""
     return tuple(map(get_gradient_edge, (tensors,) if isinstance(tensors, Tensor) else tensors))
 
 
 def check_length(length: int, ranks: int) -> None:
-    """ValueError, with the nearest numbers that can, for a sequence that cannot be divided among `ranks`."""
+    """ValueError, with the nearest lengths that work, if a sequence cannot be divided among `ranks`."""
     unit = 2 * ranks
     if ranks > 1 and length % unit:
         below = length // unit * unit
@@ -208,7 +211,7 @@ def check_length(length: int, ranks: int) -> None:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool
 ) -> None:
-    """ValueError for what the ring cannot do."""
+    """ValueError for attention that the ring cannot compute."""
     if mask is not None:
         raise ValueError(
             f"attn_mask of shape {list(mask.shape)} inside `with context`: the ring knows is_causal=True or "

@@ -1,4 +1,4 @@
-"""How a plain tensor comes from one of DTensor's placements to another, and its gradient back.
+"""Moves a plain tensor from one of DTensor's placements to another, and its gradient back.
 
     before       after        moves                      gradient
     Partial      Replicate    all-reduce                 as it is
@@ -7,8 +7,8 @@
     Replicate    Shard        nothing: takes its part    all-gather
     Replicate    Replicate    nothing                    a Partial one: all-reduce
 
-The rules are those of DTensor's `redistribute`, and so are the results. It finds them anew each time, by
-tensors of its own in Python, which takes longer than a small tensor travels (docs/model-parallel.md).
+Rules and results are those of DTensor's `redistribute`. But that works them out anew each time, with tensors
+of its own in Python, which takes longer than a small tensor travels (docs/model-parallel.md).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def cross(
     after: Placement,
     gradient: Placement | None = None,
 ) -> Tensor:
-    """What this rank has of x, which is placed as `before`, once it is placed as `after`. All ranks call it.
+    """This rank's part of x after moving it from placement `before` to `after`. All ranks call this.
 
-    gradient: how that of the result is placed, if not as `after` says. A dim that is sharded is a multiple of
-    the number of ranks.
+    gradient: the placement of the result's gradient, if it is not `after`. The length of a sharded dim is a
+    multiple of the number of ranks.
     """
     return cast(Tensor, _Cross.apply(x, group, before, after, gradient or after))  # type: ignore[no-untyped-call]
 
@@ -53,7 +53,7 @@ class _Cross(torch.autograd.Function):
         after: Placement,
         gradient: Placement,
     ) -> Tensor:
-        # Each addend has the gradient of the sum; whose own gradient, in turn, is one of each rank's addend.
+        # Each addend's gradient is that of the sum; in double backward, each rank's is again one addend.
         ctx.back = group, gradient, Replicate() if before.is_partial() else before, before
         return _moved(x, group, before, after)
 
@@ -88,8 +88,8 @@ def _moved(x: Tensor, group: dist.ProcessGroup, before: Placement, after: Placem
 
 def _run(op: str, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
     if isinstance(input, FakeTensor) or input.is_meta:
-        return  # somebody asks for shapes
-    # Elsewhere imece's own calls are checked by a message each, for which the host of a GPU would wait.
+        return  # somebody only asks for shapes
+    # Elsewhere imece's own calls are checked by a message each, for which a GPU's host would wait.
     own = in_shared_memory(group, input)
     if op == "all_reduce":
         if own:

@@ -1,8 +1,8 @@
-"""Where a model is cut into stages.
+"""Cuts a model into the stages of a pipeline.
 
     piece   what is never cut: a child of an nn.Sequential, a block of a Transformer, its head
     stage   consecutive pieces, run as one; each takes what the one before returns
-    part    what one rank has: its stages, of which there are several with the interleaved schedule
+    part    the stages of one rank: one, or several with the interleaved schedule
 
 A part's parameters have the names that they have in the whole model.
 """
@@ -27,17 +27,17 @@ class Pieces(Protocol):
     """The pieces of a model, in the order of its forward."""
 
     costs: list[float]
-    """What each costs in a step, in any unit."""
+    """Cost of each piece in a step, in any unit."""
 
     def named(self, which: range) -> dict[str, nn.Module]:
         """The modules of these pieces, by their names in the model."""
 
     def stage(self, which: range, inputs: Values) -> nn.Module:
-        """These pieces as one module. inputs: of the whole model, a micro-batch, with or without memory."""
+        """These pieces as one module. inputs: a micro-batch of the whole model, with or without memory."""
 
 
 def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
-    """ValueError for a model that nobody knows how to cut, with what to do."""
+    """The pieces of a model. ValueError, with what to do, for a model of unknown structure."""
     if isinstance(model, Transformer) and type(model).forward is Transformer.forward:
         return _OfTransformer(model)
     if not isinstance(model, nn.Module) or type(model) is nn.ModuleList:
@@ -52,14 +52,16 @@ def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
 
 
 def deal(costs: Sequence[float], stages: int) -> list[range]:
-    """Consecutive pieces for each stage, at least one, so that the costliest stage costs least.
+    """Consecutive pieces for each stage, at least one, so that the most expensive stage is as cheap as
+    possible.
 
-    ValueError for fewer pieces than stages.
+    ValueError if there are fewer pieces than stages.
     """
     if len(costs) < stages:
         raise ValueError(f"a model of {len(costs)} pieces cannot be cut into {stages} stages")
     sums = [0.0, *itertools.accumulate(costs)]
-    # Of the first `stop` pieces in so many stages: the cost of the costliest, and where the last one starts.
+    # best[stop]: for the first `stop` pieces in so many stages, the cost of the most expensive stage, and
+    # where the last one starts.
     best = [(sums[stop], 0) for stop in range(len(sums))]
     starts = []
     for stage in range(1, stages):
@@ -78,7 +80,8 @@ def deal(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def dealt_by(cuts: Sequence[int], pieces: int, stages: int) -> list[range]:
-    """cuts: the piece at which each stage begins but the first. ValueError for others than can be."""
+    """The pieces of each stage. cuts: the first piece of each stage but the first. ValueError for impossible
+    cuts."""
     ends = [0, *cuts, pieces]
     if len(cuts) != stages - 1 or any(start >= stop for start, stop in itertools.pairwise(ends)):
         raise ValueError(
@@ -94,28 +97,28 @@ def _between(ends: Sequence[int]) -> list[range]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part is, for who saves and loads the whole model."""
+    """Where a part is, for code that saves and loads the whole model."""
 
     pipeline: dist.ProcessGroup
-    """The ranks along the axis pipeline: one of each part."""
+    """The ranks along the axis pipeline: one for each part."""
     device: torch.device
     rank: int
-    """Of this rank among those that have the same part."""
+    """This rank's number among the ranks with the same part."""
     ranks: int
-    """How many these are."""
+    """The number of ranks with the same part."""
     tensor: int
-    """Of this rank along the axis tensor."""
+    """This rank's number along the axis tensor."""
     tensors: int
-    """How many are along it. They may all have the whole of a stage, if nothing in it is divided."""
+    """The number of ranks along it. If nothing in a stage is divided, all of them have all of it."""
     elsewhere: frozenset[str]
     """Names of modules, parameters and buffers that only other parts have."""
 
 
 class Part(nn.Module):
-    """What one rank has of a model that is cut. Pipeline runs its stages; called, it does nothing.
+    """What one rank has of a model that is cut. Pipeline runs its stages; calling it computes nothing.
 
-    So a forward of its wrapper, which `parallelize` makes of it, is only what the ranks that have this part
-    do together before a step.
+    So a forward of the wrapper that `parallelize` makes of it does only what the ranks with this part do
+    together before a step.
     """
 
     def __init__(self, named: dict[str, nn.Module]) -> None:
@@ -123,7 +126,7 @@ class Part(nn.Module):
         super().__init__()
         self.place: Place | None = None
         self.owner: Callable[[], Callable[[nn.Module], None] | None] = lambda: None
-        """A weak reference to whom to tell of a wrapper."""
+        """Returns the function to call with a wrapper, or None; it holds only a weak reference."""
         for name, module in named.items():
             *path, last = name.split(".")
             home: nn.Module = self
@@ -134,16 +137,16 @@ class Part(nn.Module):
             home.add_module(last, module)
 
     def wrapped_by(self, wrapper: nn.Module) -> None:
-        """`parallelize` made it."""
+        """Tell the owner that `parallelize` made this wrapper."""
         if (tell := self.owner()) is not None:
             tell(wrapper)
 
     def forward(self) -> None:
-        """As above."""
+        """Computes nothing; see the class."""
 
 
 def names_in(named: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Of these modules, what is in them, and their parameters and buffers; by those of the whole model."""
+    """The names in the whole model of these modules' submodules, parameters and buffers."""
     for name, module in named.items():
         for inner, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()):
             yield f"{name}.{inner}" if inner else name
@@ -173,7 +176,7 @@ class _OfSequential:
 
 
 class _SequentialStage(nn.Sequential):
-    """What comes from another stage as several arguments goes to a child as the tuple that it was."""
+    """An nn.Sequential that passes several arguments from another stage to its first child as one tuple."""
 
     def forward(self, *values: Tensor) -> Any:
         x: Any = values[0] if len(values) == 1 else values
@@ -183,18 +186,19 @@ class _SequentialStage(nn.Sequential):
 
 
 def _cost_of(module: nn.Module) -> int:
-    """By its parameters, each of which is multiplied by once, but for those that are looked up."""
+    """The number of parameters, each multiplied with once; embeddings only look up and count nothing."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
     return sum(each.numel() for each in module.parameters(recurse=False))
 
 
 class _OfTransformer:
-    """The blocks, the first with the embedding, and the head, as the last piece."""
+    """The pieces of a Transformer: the blocks, the first with the embedding, and as the last piece the
+    head."""
 
     def __init__(self, model: Transformer) -> None:
         config, self._model = model.config, model
-        costs = []  # multiplications a token
+        costs = []  # multiplications per token
         for layer, block in enumerate(model.blocks):
             seen = min(config.window_of(layer) or config.max_seq, config.max_seq)
             costs.append(float(sum(each.numel() for each in block.parameters()) + seen * config.q_width))
@@ -217,12 +221,12 @@ class _OfTransformer:
 
 
 class _TransformerStage(nn.Module):
-    """Tokens [B, T], or the residual [B, T, width] -> the residual, or logits [B, T, V]."""
+    """Tokens [B, T] or the residual [B, T, width] -> the residual, or logits [B, T, V]."""
 
     def __init__(self, model: Transformer, which: range, length: int) -> None:
-        """length: of the sequences. The residual may be shorter, where other ranks have the rest."""
+        """length: of the sequences. The residual may be shorter, if other ranks have the other positions."""
         super().__init__()
-        self._model, self._length = [model], length  # not its child
+        self._model, self._length = [model], length  # in a list, so that it is no child module
         layers = model.config.layers
         self.begins, self.ends = 0 in which, layers in which
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in which if layer < layers)

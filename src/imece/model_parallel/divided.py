@@ -1,9 +1,9 @@
-"""Which parameters of a model are parts of larger ones: the marks that `tensor_parallel` leaves.
+"""Marks the parameters of a model that are parts of larger ones; `tensor_parallel` leaves the marks.
 
-The marks are on modules, by the names of their parameters: so they stay when a parameter is made another
-object, or its module copied.
+The marks are on modules, by the names of their parameters, so they survive when a parameter is replaced or
+its module is copied.
 
-    whole    as the undivided model has it
+    whole    the parameter as the undivided model has it
     part     what one rank of the axis "tensor" has: as long as any other's, along one dim
 """
 
@@ -28,17 +28,18 @@ class Divided:
     count: int
 
     def part_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """ValueError if `whole` cannot be divided so."""
+        """The shape of a part. ValueError if `whole` cannot be divided so."""
         if len(whole) <= self.dim or whole[self.dim] % self.count:
             raise ValueError(f"{list(whole)} cannot be divided along dim {self.dim} into {self.count} parts")
         return (*whole[: self.dim], whole[self.dim] // self.count, *whole[self.dim + 1 :])
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """The opposite of `part_shape`."""
+        """The shape of the whole: the reverse of `part_shape`."""
         return (*part[: self.dim], part[self.dim] * self.count, *part[self.dim + 1 :])
 
     def places(self, part: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where the elements [start, stop) of the part, flat, lie in the whole: (first, how many) in order.
+        """Where the elements [start, stop) of the flat part lie in the flat whole: (first, how many), in
+        order.
 
         part: its shape.
         """
@@ -47,7 +48,7 @@ class Divided:
             yield at // row * row * self.count + self.index * row + at % row, length
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part: a view of the whole tensor. ValueError as of `part_shape`."""
+        """The part: a view of the whole tensor. ValueError as from `part_shape`."""
         size = self.part_shape(tuple(whole.shape))[self.dim]
         return whole.narrow(self.dim, self.index * size, size)
 
@@ -55,7 +56,8 @@ class Divided:
 def places_in_parts(
     whole: tuple[int, ...], dim: int, count: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The elements [start, stop) of a whole tensor, flat: (in which part, first there, how many) in order.
+    """Where the elements [start, stop) of a flat whole tensor lie: (which part, first there, how many), in
+    order.
 
     whole: its shape.
     """
@@ -66,7 +68,7 @@ def places_in_parts(
 
 
 def _within_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) as (first, how many), none of which goes on into another row of so many elements."""
+    """[start, stop) as (first, how many) pieces, each within one row of `row` elements."""
     while start < stop:
         length = min(row - start % row, stop - start)
         yield start, length
@@ -74,17 +76,17 @@ def _within_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def mark(module: nn.Module, name: str, divided: Divided) -> None:
-    """From now on the parameter `name` of this module is such a part."""
+    """Mark the module's parameter `name` as such a part."""
     vars(module).setdefault(_MARK, {})[name] = divided
 
 
 def is_divided(module: nn.Module) -> bool:
-    """Whether it has such a part itself."""
+    """Whether the module itself has such a part."""
     return _MARK in vars(module)
 
 
 def divided_parameters(model: nn.Module) -> dict[str, Divided]:
-    """Those of a model, by all of their names; empty for one that is whole."""
+    """The divided parameters of a model under all their names; empty if the model is whole."""
     return {
         f"{prefix}.{name}" if prefix else name: divided
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -1,11 +1,11 @@
-"""Attention of some queries with some keys, by the fused kernels that also tell the log-sum-exp.
+"""Attention between some queries and some keys, by fused kernels that also return the log-sum-exp.
 
 Shapes: q [B, heads, Q, width], k and v [B, kv_heads, K, width] with heads a multiple of kv_heads; out is like
 q; lse [B, heads, Q] is the logarithm of the softmax's denominator, in fp32 or wider. `diagonal`: query i sees
-the keys up to i, and Q = K; else it sees all.
+the keys up to i, and Q = K; otherwise it sees all keys.
 
-Given the out and lse of a softmax over more keys than these, `attend_backward` is exactly these keys' part of
-the gradient: whoever merges parts needs no other formula.
+Given out and lse of a softmax over more keys than these, `attend_backward` returns exactly these keys' part
+of the gradient, so code that merges parts needs no other formula.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attend_backward(
     if q.device.type == "cpu":
         found = _CPU_BACKWARD(gradient, q, k, v, out, lse, 0.0, diagonal, scale=scale)
     elif _is_for_flash(q):
-        unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout's generator
+        unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # state of dropout's generator
         found = _CUDA_BACKWARD(
             gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
             0.0, diagonal, unused, unused, scale=scale,
@@ -61,8 +61,8 @@ def attend_backward(
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """With the channels of a position side by side: the CPU's kernel takes for granted that they are, and
-    reads elsewhere if not; a GPU's refuses."""
+    """x with the channels of a position side by side in memory. The CPU's kernel assumes that and reads wrong
+    memory otherwise; a GPU's kernel refuses."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -72,7 +72,7 @@ def _is_for_flash(q: Tensor) -> bool:
     return torch.cuda.get_device_capability(q.device) >= _CUDA_OLDEST
 
 
-# Where there is no kernel: by the scores, [B, heads, Q, K] of them at once.
+# Without a fused kernel: computes all scores [B, heads, Q, K] at once.
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -107,6 +107,6 @@ def _scores(q: Tensor, k: Tensor, diagonal: bool, scale: float) -> Tensor:
 
 
 def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, once for each head of queries, in fp32 or wider."""
+    """Keys or values repeated for each head of queries, in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1)

@@ -1,8 +1,9 @@
-"""The layers that `tensor_parallel` divides: which of their parameters are parts, and what their forward is.
+"""The layers that `tensor_parallel` divides: which of their parameters are parts, and what their forward
+does.
 
     column    a Linear's output features are divided: W = [W_0; W_1; ...], dim 0 of weight and bias
     row       a Linear's input features: W = [W_0, W_1, ...], dim 1; the ranks' outputs are summed, then the
-              bias is added, which is whole
+              bias, which is whole, is added
     vocab     an Embedding's or a head's rows; an embedding's ranks look up what they have and add zeros, a
               head's logits are made whole unless they are to stay divided
     heads     whole parameters that each rank uses for its heads alone, as the norms of queries and keys
@@ -10,7 +11,7 @@
     scatter   from this module's output on each rank holds its positions; with sequence=True
     gather    this module's input is made whole; with sequence=True
 
-A module keeps its class and its names. Its forward is another one, on the instance; it calls the class's.
+A module keeps its class and its names. The instance gets another forward, which calls that of the class.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Forward = Callable[..., Tensor]
 
 
 def dims_of(kind: Kind) -> dict[str, int]:
-    """Which parameters are divided, along which dim."""
+    """parameter name -> the dim along which it is divided."""
     if kind == "row":
         return {"weight": 1}
     return {"weight": 0, "bias": 0} if kind in ("column", "vocab") else {}
 
 
 def wrong_with(module: nn.Module, kind: Kind) -> str | None:
-    """Why a module cannot be divided so."""
+    """Why a module cannot be divided in this way; None if it can."""
     if kind in ("scatter", "gather"):
         return None
     own = dict(module.named_parameters(recurse=False))
@@ -60,19 +61,19 @@ def wrong_with(module: nn.Module, kind: Kind) -> str | None:
 
 
 def is_head(module: nn.Module, kind: Kind) -> bool:
-    """Whether logits come out of it."""
+    """Whether the module's output is logits."""
     return kind == "vocab" and (not isinstance(module, nn.Embedding) or hasattr(type(module), "as_head"))
 
 
 def begins_parts(module: nn.Module, kind: Kind) -> bool:
-    """Whether, with sequence=True, each rank holds its positions from this module on, and all before it."""
+    """Whether, with sequence=True, a rank holds only its positions after this module, and all before it."""
     return kind == "scatter" or (kind == "vocab" and isinstance(module, nn.Embedding))
 
 
 def divide(module: nn.Module, kind: Kind, boundary: Boundary, done: dict[int, Divided]) -> None:
-    """Cut the parameters of a module in place, which are whole, and change its forward.
+    """Cut the module's whole parameters in place, and change its forward.
 
-    done: the parameters that were cut already, by their ids; a tied one is cut once.
+    done: the parameters that were already cut, by id; a tied parameter is cut once.
     """
     own = dict(module.named_parameters(recurse=False))
     for name, dim in dims_of(kind).items():
@@ -92,13 +93,13 @@ def divide(module: nn.Module, kind: Kind, boundary: Boundary, done: dict[int, Di
     make = _FORWARDS.get((kind, nn.Embedding if isinstance(module, nn.Embedding) else nn.Module))
     if make is not None:
         _bind(module, "forward", make(boundary, type(module).forward))
-    as_head: Forward | None = getattr(type(module), "as_head", None)  # an embedding that is the head too
+    as_head: Forward | None = getattr(type(module), "as_head", None)  # an embedding that is also the head
     if kind == "vocab" and as_head is not None:
         _bind(module, "as_head", _head(boundary, as_head))
 
 
 def _when_gradient_comes(parameter: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
-    """Also if it is frozen now: it may be trained later."""
+    """Call `hook` on the parameter's gradient, even if it is frozen now: it may be trained later."""
     wanted = parameter.requires_grad
     parameter.requires_grad_(True).register_hook(hook)
     parameter.requires_grad_(wanted)
@@ -115,7 +116,7 @@ def _tell_sizes(module: nn.Module, boundary: Boundary) -> None:
 
 
 def _bind(module: nn.Module, name: str, method: Forward) -> None:
-    """As a method, so that a copy of the module has one of its own."""
+    """Replace a method of the instance by a bound method, so that a copy of the module gets its own."""
     setattr(module, name, types.MethodType(method, module))
 
 
@@ -146,7 +147,7 @@ def _lookup(boundary: Boundary, forward: Forward) -> Forward:
         boundary.check_same(input)
         rows = len(self.weight)
         at = input - boundary.index * rows
-        # A token that no rank has stays one, for the lookup to refuse.
+        # A token outside the whole vocabulary stays, so that the lookup refuses it.
         elsewhere = ((at < 0) | (at >= rows)) & (input >= 0) & (input < boundary.size * rows)
         found = forward(self, torch.where(elsewhere, 0, at))
         return boundary.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))

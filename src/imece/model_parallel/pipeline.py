@@ -1,9 +1,9 @@
-"""Pipeline parallelism: the layers of a model dealt to the ranks along the mesh's axis "pipeline".
+"""Pipeline parallelism: divides the layers of a model among the ranks along the mesh's axis "pipeline".
 
-On p ranks a step of m micro-batches idles (p - 1) / m of the time that it is busy, interleaved
-(p - 1) / (v m). The schedules (schedules.py) are torch.distributed.pipelining's; what is here is the cut, the
-shapes, the shared parameters, and the one reduction over the data axes: buckets of a stage leave during its
-last backward of a step, while other stages still compute; those of shared parameters after all backwards.
+On p ranks a step of m micro-batches idles for (p - 1) / m of the time that it is busy, interleaved (p - 1) /
+(v m). The schedules are torch.distributed.pipelining's (schedules.py). This file has the cut, the shapes, the
+shared parameters, and the reduction over the data axes: a stage's buckets leave during its last backward of a
+step, while other stages still compute; those of shared parameters leave after all backwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, na
 from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_schedule
 from imece.model_parallel.shared import Shared, connect
 
-_KEPT = 4  # schedules for inputs of different shapes, with memory for what they receive
+_KEPT = 4  # schedules kept for inputs of other shapes, each with memory for what it receives
 
 
 class Pipeline:
@@ -52,21 +52,21 @@ class Pipeline:
         chunks: int | None = None,
         cuts: Sequence[int] | None = None,
     ) -> None:
-        """All ranks of the pipeline construct together, of the same whole model.
+        """All ranks of the pipeline construct together, from the same whole model.
 
         model: an imece Transformer, an nn.Sequential, or a list of modules, each of which takes what the one
-        before returns: a tensor or a tuple of tensors, whose first dimension is the batch and whose shapes
-        follow from those of the inputs. It is taken apart: this rank's part comes to the mesh's device, and
-        what others have loses its memory here.
+        before returns: a tensor or a tuple of tensors, whose first dim is the batch and whose shapes follow
+        from those of the inputs. The model is taken apart: this rank's part moves to the mesh's device, and
+        all other parts lose their memory here.
 
-        mesh: by default that of imece.init(). micro_batches: into how many a batch is split. loss: of (what
-        the last stage returns, targets) of a micro-batch, its mean. schedule: gpipe, 1f1b or interleaved.
-        chunks: stages a rank has, interleaved (2). cuts: the piece at which each stage but the first begins;
-        pieces are the children of an nn.Sequential, or the blocks of a Transformer and, as the last one, its
-        head. By default the costliest stage costs as little as can be.
+        mesh: by default that of imece.init(). micro_batches: how many a batch is split into. loss: function
+        of (output of the last stage, targets) of a micro-batch that returns the mean. schedule: gpipe, 1f1b
+        or interleaved. chunks: stages of each rank if interleaved (2). cuts: the first piece of each stage
+        but the first; pieces are the children of an nn.Sequential, or the blocks of a Transformer and, last,
+        its head. By default the most expensive stage is as cheap as possible.
 
-        ValueError: a model that cannot be cut so, or has no values; a schedule that cannot run with so many
-        micro-batches; ranks that share a GPU.
+        ValueError for a model that cannot be cut so or has no values, for a schedule that cannot run with so
+        many micro-batches, and if ranks share a GPU.
         """
         self.mesh = mesh = mesh if mesh is not None else meshes.current()
         check_sends(mesh)
@@ -81,14 +81,15 @@ class Pipeline:
         self._loss, self._named = loss, [self._pieces.named(which) for which in self._dealt]
         self._mine = list(range(rank, stages, size))
         self._check_parts(size)
-        self._compared = False  # what the ranks were given
+        self._compared = False  # the ranks' first batches
         self.marks: list[Mark] = []
-        """What this rank did in the latest step or evaluation; the next one begins the list anew."""
+        """What this rank did in the latest step or evaluation; the next one starts a new list."""
         self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
-        """This rank's part of the model, for `parallelize`, or for an optimizer if no rank has the same."""
+        """This rank's part of the model, for `parallelize`, or directly for an optimizer if no other rank has
+        it."""
         self.part.place = self._place()
         self._wrapper: Any = None  # what `parallelize` made of the part
-        self._coming: set[int] = set()  # stages of this rank of which not all backwards have begun
+        self._coming: set[int] = set()  # stages of this rank that still have backwards to begin
         self.part.owner = weakref.WeakMethod(self._take)
         self.part.to(mesh.device)
         for group in dict.fromkeys((self._group, self._messages)):
@@ -99,16 +100,17 @@ class Pipeline:
         self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
 
     def step(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Forward and backward of a batch, and the sum of the gradients over the data axes.
+        """Run forward and backward of a batch, and sum the gradients over the data axes.
 
-        All ranks of the pipeline call it with the same batch: the first stage reads inputs, the last one
-        targets. Returns the mean loss of the micro-batches, fp64 scalar, on all of these ranks.
+        All ranks of the pipeline call this with the same batch: the first stage reads the inputs, the last
+        one the targets. Returns the mean loss of the micro-batches, an fp64 scalar, on all of these ranks.
 
-        Inside of `part.no_sync()` gradients stay on their rank, to be added to by the next step outside.
+        Inside `part.no_sync()` gradients stay on their rank, and the next step outside adds to them.
 
-        UserError: the ranks' first batches differ. ValueError: the micro-batches do not divide the batch;
-        all of a stage was frozen, or no longer is, since the beginning. RuntimeError: an error in a stage, by
-        its name; nobody has called `parallelize`, though other ranks have this part too.
+        UserError if the ranks' first batches differ. ValueError if the micro-batches do not divide the batch,
+        or if a stage became wholly frozen, or no longer is, since construction. RuntimeError for an error in
+        a stage, with the stage's name, and if nobody called `parallelize` although other ranks have this part
+        too.
         """
         self._check_wrapped()
         self._check_frozen()
@@ -128,20 +130,20 @@ class Pipeline:
         return self._told(loss)
 
     def evaluate(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
-        """As `step`, without gradients."""
+        """Like `step`, without gradients."""
         values = self._values(inputs, targets)
         with torch.no_grad():
             return self._told(self._run(values, targets, train=False))
 
     @property
     def stages(self) -> list[range]:
-        """Which pieces each stage has, in the order of forward; rank r has stages r, r + ranks, ..."""
+        """The pieces of each stage, in the order of forward; rank r has stages r, r + ranks, ..."""
         return list(self._dealt)
 
     @property
     def spans(self) -> list[Span]:
         """When this rank was busy in the latest step or evaluation, by time.perf_counter(). On a GPU the host
-        waits till it is over."""
+        waits until it is over."""
         return [
             Span(each.what, each.stage, each.micro_batch, *self._times(each.start, each.end))
             for each in self.marks
@@ -156,8 +158,8 @@ class Pipeline:
         return f"stage {stages} of {len(self._dealt)}, rank {self.mesh.rank}"
 
     def _before_last(self, stage: int) -> None:
-        """The next backward of a stage is its last one in this step: its gradients may leave, but those to
-        which others of this rank or of the pipeline add theirs."""
+        """The next backward of this stage is its last in this step: its gradients may leave, except those
+        that other stages add to."""
         self._coming.discard(stage)
         if self._wrapper is not None:
             later = {id(each) for at in self._coming for each in self._parameters_of(at)}
@@ -169,9 +171,9 @@ class Pipeline:
         return [each for module in self._named[stage].values() for each in module.parameters()]
 
     def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Values:
-        """The inputs. ValueError unless all can be split, and alike; UserError unless ranks have the same."""
+        """The inputs. ValueError unless all can be split alike; UserError unless all ranks have the same."""
         given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        values = tuple(each.contiguous() for each in given)  # torch 2.11 takes no others
+        values = tuple(each.contiguous() for each in given)  # torch 2.11 accepts only contiguous ones
         size = targets.shape[0]
         if size % self.micro_batches:
             raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
@@ -184,12 +186,12 @@ class Pipeline:
         return values
 
     def _trained(self) -> list[bool]:
-        """Whether anything in it is, of each stage of this rank."""
+        """For each stage of this rank, whether it has anything to train."""
         return [any(each.requires_grad for each in self._parameters_of(at)) for at in self._mine]
 
     def _check_frozen(self) -> None:
-        """Whether gradients travel between two stages, both go by what was frozen at the beginning, and one
-        would wait for the other if that changed."""
+        """ValueError if what is frozen changed: it decided at construction whether gradients travel between
+        two stages, so one stage would wait for the other."""
         for at, was, now in zip(self._mine, self._began_trained, self._trained(), strict=True):
             if was != now:
                 raise ValueError(
@@ -200,7 +202,7 @@ class Pipeline:
                 )
 
     def _run(self, values: Values, targets: Tensor, *, train: bool) -> Tensor | None:
-        """The mean loss, where it is known."""
+        """The mean loss, on the ranks that know it."""
         device = self.mesh.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         alike = tuple((each.shape[0] // self.micro_batches, *each.shape[1:]) for each in values)
@@ -221,10 +223,10 @@ class Pipeline:
                 )
         except StageError as error:
             raise RuntimeError(f"{self}: {error}") from error.__cause__
-        except Exception as error:  # in a message: it keeps its type, by which others know what to do
+        except Exception as error:  # the original is passed on, because its type says what to do
             error.add_note(str(self))
             raise
-        if device == "cpu":  # on a GPU the stream waits, and the host does not know how long
+        if device == "cpu":  # on a GPU the stream waits, so the host cannot tell how long
             whole = time.perf_counter() - self._began[1]
             waited.count(whole - sum(each.seconds for each in self.marks))
         return torch.stack([each.detach() for each in losses]).double().sum() if losses else None
@@ -236,14 +238,14 @@ class Pipeline:
         cast: torch.dtype | None,
         train: bool,
     ) -> Any:
-        """For micro-batches of these shapes and dtypes, and this autocast."""
+        """The schedule for micro-batches of these shapes and dtypes, under this autocast."""
         from imece.model_parallel.stages import schedule_of, shapes
 
         inputs = tuple(
             torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(alike, dtypes, strict=True)
         )
         schedule, dealt, mine = self.schedule, self._dealt, self._mine
-        if self._group.size() == 1 and not train:  # torch asks for gradients between stages of one rank
+        if self._group.size() == 1 and not train:  # torch expects gradients between stages of one rank
             schedule, dealt, mine = "gpipe", [range(dealt[0].start, dealt[-1].stop)], [0]
         stages = [self._pieces.stage(which, inputs) for which in dealt]
         along = shapes(stages, inputs, self.mesh.device)
@@ -260,11 +262,11 @@ class Pipeline:
         )
 
     def _mean_loss(self, output: Any, targets: Tensor) -> Tensor:
-        """So that gradients of all micro-batches add up to those of the mean."""
+        """The loss of a micro-batch, divided so that all gradients add up to those of the mean."""
         return self._loss(output, targets) / self.micro_batches
 
     def _told(self, loss: Tensor | None) -> Tensor:
-        """To all stages, by the last one."""
+        """Send the loss from the last stage to all others."""
         told = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if loss is None else loss
         if self._group.size() > 1:
             ops.broadcast(told, self._group.size() - 1, group=self._group, label="loss of the last stage")
@@ -310,7 +312,7 @@ class Pipeline:
                 )
 
     def _free_others(self) -> None:
-        """The memory of what only other ranks have; its shapes stay."""
+        """Free the memory of what only other ranks have; the shapes stay."""
         mine = {id(each) for each in self.part.modules()}
         for named in self._named:
             for module in named.values():
@@ -319,7 +321,7 @@ class Pipeline:
 
 
 def check_sends(mesh: Mesh) -> None:
-    """ValueError where stages could not hand on what they compute, on all ranks alike."""
+    """ValueError, on all ranks, if stages could not send their outputs to each other."""
     if mesh.size("pipeline") > 1 and mesh.device.type == "cuda" and mesh.backend == "gloo":
         raise ValueError(
             "Gloo, on which ranks share a GPU, sends none of its tensors from stage to stage: start one rank "
@@ -329,7 +331,7 @@ def check_sends(mesh: Mesh) -> None:
 
 @contextlib.contextmanager
 def _without_tables() -> Iterator[None]:
-    """torch would print the whole schedule on each rank when one fails."""
+    """If a schedule fails, torch would print all of it on each rank."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     before, logger.disabled = logger.disabled, True
     try:

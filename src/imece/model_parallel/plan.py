@@ -1,4 +1,5 @@
-"""Which layers of a model are divided, and how: by the user's plan, or by what is known of the model."""
+"""Decides which layers of a model are divided, and how: by the user's plan, or by what is known of the
+model."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ _BLOCKS: dict[str, Kind] = {
 }
 _HEAD_NORMS: dict[str, Kind] = {"blocks.*.attention.q_norm": "heads", "blocks.*.attention.k_norm": "heads"}
 
-# Names of several matrices in one; query_key_value is GPT-NeoX's, which is ordered by heads.
+# Names of layers that hold several matrices; query_key_value is GPT-NeoX's, ordered by heads.
 _SEVERAL = re.compile("qkv|c_attn|in_proj|gate_up|up_gate")
 
-# What Hugging Face's plans call it.
+# The names of Hugging Face's plans.
 _STYLES: dict[str, Kind] = {
     "colwise": "column",
     "rowwise": "row",
@@ -47,7 +48,8 @@ _STYLES: dict[str, Kind] = {
 def planned(
     model: nn.Module, plan: Plan | None, ranks: int, sequence: bool
 ) -> dict[str, tuple[nn.Module, Kind]]:
-    """{name of a module: (it, what becomes of it)}. UserError, with names and figures, if it cannot be."""
+    """{name of a module: (module, how it is divided)}. UserError, with names and figures, for an impossible
+    plan."""
     _refuse_adapters(model)
     wanted = _found(model, ranks, sequence) if plan is None else dict(plan)
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
@@ -85,7 +87,7 @@ def planned(
 
 def _refuse_adapters(model: nn.Module) -> None:
     for name, each in model.named_modules():
-        if isinstance(getattr(each, "base_layer", None), nn.Module):  # so peft has it
+        if isinstance(getattr(each, "base_layer", None), nn.Module):  # as peft wraps it
             whose = type(each).__module__.partition(".")[0]
             raise UserError(
                 f"tensor_parallel: {name} has an adapter beside it ({whose}), and adapters do not go with "
@@ -125,7 +127,7 @@ def _for_transformer(model: Transformer, ranks: int) -> dict[str, Kind]:
             f"vocab_size {config.vocab_size} cannot be divided among {ranks} ranks, and the embedding is the "
             f"head too: take {-(-config.vocab_size // ranks) * ranks}, whose last tokens are never used"
         )
-    # Both are whole: each rank has the same logits.
+    # Both layers are whole, so each rank has the same logits.
     return found | {"embed": "scatter", "head": "gather"}
 
 
@@ -146,13 +148,13 @@ def _for_hugging_face(model: nn.Module, styles: Mapping[str, Any], ranks: int) -
             )
         kind = _STYLES[style]
         if kind == "vocab" and any(each.weight.shape[0] % ranks for _, each in matched):
-            continue  # a vocabulary that cannot be divided stays whole, and so does what is tied to it
+            continue  # an indivisible vocabulary stays whole, and so do layers tied to it
         found[pattern] = kind
     return found
 
 
 def check_counts(counts: Mapping[str, int], ranks: int) -> None:
-    """UserError, that names them, for those which cannot be divided among so many ranks."""
+    """UserError for those of the named counts that `ranks` does not divide."""
     wrong = [f"{name} {count}" for name, count in counts.items() if count % ranks]
     if wrong:
         raise UserError(f"{' and '.join(wrong)} cannot be divided among the {ranks} ranks of the axis tensor")
@@ -170,7 +172,7 @@ def _check_sizes(chosen: Mapping[str, tuple[nn.Module, Kind]], ranks: int) -> No
 
 
 def _check_tied(model: nn.Module, chosen: Mapping[str, tuple[nn.Module, Kind]]) -> None:
-    """A tied parameter is divided in all of its places or in none."""
+    """UserError unless a tied parameter is divided in all of its places or in none."""
     places = defaultdict(list)
     for prefix, module in model.named_modules():
         kind = chosen[prefix][1] if prefix in chosen else None

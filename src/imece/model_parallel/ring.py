@@ -1,17 +1,18 @@
-"""Exact attention over sequences that lie in parts on several ranks: Ring Attention (Liu et al., 2023).
+"""Exact attention over sequences whose parts lie on several ranks: Ring Attention (Liu et al., 2023).
 
-    turn     each rank computes with the keys and values that it has, while they travel on to its neighbour;
-             after as many turns as ranks everybody has seen those of everybody
+    turn     each rank computes with the keys and values that it holds, while they travel to its neighbour;
+             after as many turns as ranks every rank has seen all keys
     block    what one turn computes: this rank's queries with one rank's keys
-    out, lse a softmax over the keys that were seen so far, and the logarithm of its denominator, by which
-             that over others is merged with it
+    out, lse a softmax over the keys seen so far, and the logarithm of its denominator, with which it is
+             merged with a softmax over other keys
 
-Backward goes round once more. The gradients of keys and values travel with them, one turn behind, so that a
-message of each kind is under way while a block is computed, and come home after the last turn.
+Backward goes round once more. The gradients of keys and values travel along, one turn behind, so that a
+message of each kind is under way while a block is computed. After the last turn they are back on their own
+rank.
 
-Where a position sees only those before it, a sequence is cut into twice as many stretches as there are ranks,
-and rank r has the r-th from the beginning and the r-th from the end. Then each block but a rank's own is half
-seen and half hidden, the hidden half is not computed, and all ranks have the same work:
+With causal attention a sequence is cut into twice as many stretches as there are ranks, and rank r has the
+r-th from the beginning and the r-th from the end. Then every block but a rank's own is half visible and half
+hidden, the hidden half is not computed, and all ranks have the same work:
 
     keys of a rank before    all queries see the first stretch, none sees the second
     keys of a rank behind    the second stretch of queries sees all, the first sees none
@@ -30,12 +31,12 @@ from torch.autograd.function import once_differentiable
 from imece.collectives.ops import Pending, Recv, Send, exchange
 from imece.model_parallel.kernels import attend, attend_backward
 
-_KEYS, _GRADIENTS = 0, 1  # tags
+_KEYS, _GRADIENTS = 0, 1  # tags of messages
 _ALL = slice(None)
 
 
 def positions_of(rank: int, ranks: int, length: int) -> Tensor:
-    """Which positions of `length`, a multiple of 2 `ranks`, a rank has: int64 [length / ranks], ascending."""
+    """The positions of a rank, of `length` (a multiple of 2 `ranks`): int64 [length / ranks], ascending."""
     stretches = torch.arange(length).view(2 * ranks, -1)
     return stretches[[rank, 2 * ranks - 1 - rank]].flatten()
 
@@ -45,11 +46,11 @@ def ring_attention(
 ) -> Tensor:
     """Softmax attention of this rank's queries with the keys and values of all ranks of the group.
 
-    q [B, heads, T, width]; k, v [B, kv_heads, T, width], heads a multiple of kv_heads; T: this rank's
-    positions, as many as every other's, with `causal` those of `positions_of`.
-    Returns the shape and dtype of q. Merged and summed in fp32, of fp64 in fp64. All ranks call it, and
-    backward through it. Can be differentiated once. Bytes sent a rank: (N-1) M forward and, with gradients in
-    fp32, (N-1) M + N M32 backward, M being those of k and v together.
+    q [B, heads, T, width]; k, v [B, kv_heads, T, width], heads a multiple of kv_heads. T: positions of each
+    rank; with `causal` they are those of `positions_of`.
+    Returns the shape and dtype of q, merged and summed in fp32 (of fp64: in fp64). All ranks call this, and
+    backward through it. Can be differentiated once. Bytes that a rank sends: (N-1) M in forward and (N-1) M +
+    N M32 in backward, where M is the size of k and v together and M32 that in fp32.
     """
     return cast(Tensor, _Attention.apply(q, k, v, group, causal, scale))  # type: ignore[no-untyped-call]
 
@@ -65,7 +66,7 @@ class _Attention(torch.autograd.Function):
         for source, (keys, values) in ring.turns(kv):
             rows, seen, diagonal = ring.block(source)
             part, part_lse = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], diagonal, scale)
-            if source == ring.rank:  # the first one, of all rows
+            if source == ring.rank:  # the first turn, which covers all rows
                 out, lse = part.to(_wide(q)), part_lse
             else:
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
@@ -96,14 +97,14 @@ class _Attention(torch.autograd.Function):
 
 
 class _Ring:
-    """The ranks in a circle, and who sees what."""
+    """The ranks in a circle, and which queries see which keys."""
 
     def __init__(self, group: dist.ProcessGroup, causal: bool, positions: int) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._causal, self._half = causal, positions // 2
 
     def turns(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(whose they are, keys and values) of every rank, this one's first."""
+        """(source rank, its keys and values) for every rank, this one first."""
         for turn in range(self.size):
             arriving = None
             if turn < self.size - 1:
@@ -115,15 +116,15 @@ class _Ring:
                 kv = arriving
 
     def hand_on(self, tensor: Tensor, arriving: Tensor, tag: int) -> Pending:
-        """To the next rank, and from the one before."""
+        """Send `tensor` to the next rank and receive `arriving` from the previous one."""
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         messages: list[Send | Recv] = [Send(tensor, after, tag), Recv(arriving, before, tag)]
         label = ("keys and values", "gradients of keys and values")[tag]
         return cast(Pending, exchange(messages, group=self.group, async_op=True, label=label))
 
     def block(self, source: int) -> tuple[slice, slice, bool]:
-        """Which of this rank's queries see which of that rank's keys, and whether only those up to their own
-        position."""
+        """(this rank's queries, the source rank's keys that they see, whether a query sees only keys up to
+        its own position)."""
         if not self._causal or source == self.rank:
             return _ALL, _ALL, self._causal
         if source < self.rank:
@@ -132,7 +133,8 @@ class _Ring:
 
 
 class _Travelling:
-    """The gradients of the keys and values that this rank has now: of all ranks that they have passed."""
+    """The gradients of the keys and values that this rank now holds, summed over all ranks that they have
+    passed."""
 
     def __init__(self, ring: _Ring, kv: Tensor, dtype: torch.dtype) -> None:
         self._ring = ring
@@ -141,7 +143,7 @@ class _Travelling:
         self._under_way: Pending | None = None
 
     def arrived(self) -> Tensor:
-        """Of the turn that is now, to be added to."""
+        """The gradients of the current turn, which this rank adds to."""
         if self._under_way is not None:
             self._under_way.wait()
             assert self._arriving is not None
@@ -155,7 +157,7 @@ class _Travelling:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """The softmax over the keys of both, in place of the first."""
+    """Merge `part` into `out` in place: the softmax over the keys of both."""
     share = torch.sigmoid(part_lse - lse)
     out.lerp_(part.to(out.dtype), share[..., None].to(out.dtype))
     lse.copy_(torch.logaddexp(lse, part_lse))

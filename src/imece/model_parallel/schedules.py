@@ -23,10 +23,10 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank was busy with."""
+    """A time in which a rank was busy."""
 
     what: str
-    """forward or backward."""
+    """"forward" or "backward"."""
     stage: int
     micro_batch: int
     start_s: float
@@ -34,7 +34,8 @@ class Span:
 
 
 class Moment:
-    """Now: on the host's clock, or on a GPU, where the host only orders the work, in the current stream."""
+    """A point in time: on the host's clock, or on a GPU, which the host runs ahead of, in the current
+    stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._host_s = time.perf_counter()
@@ -44,7 +45,7 @@ class Moment:
             self._event.record()
 
     def since(self, earlier: Moment) -> float:
-        """Seconds. On a GPU the host waits till the stream has come here."""
+        """Seconds from `earlier` to this. On a GPU the host waits until the stream has come here."""
         if self._event is None or earlier._event is None:
             return self._host_s - earlier._host_s
         self._event.synchronize()
@@ -53,7 +54,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Mark:
-    """A span of which a GPU may not know the times yet."""
+    """A span whose times a GPU may not know yet."""
 
     what: str
     stage: int
@@ -63,16 +64,16 @@ class Mark:
 
     @property
     def seconds(self) -> float:
-        """How long it took; as of `Moment.since`."""
+        """Seconds that it took; waits as `Moment.since` does."""
         return self.end.since(self.start)
 
 
 class StageError(Exception):
-    """What a stage has raised is the cause of it."""
+    """Its cause is the exception that a stage raised."""
 
 
 def check_schedule(schedule: str, micro_batches: int, chunks: int, size: int) -> None:
-    """ValueError for a schedule that cannot run, with what to do. size: ranks along the axis pipeline."""
+    """ValueError, with what to do, for a schedule that cannot run. size: ranks along the axis pipeline."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: one of {', '.join(SCHEDULES)}")
     if micro_batches < 1:
@@ -93,9 +94,9 @@ def check_schedule(schedule: str, micro_batches: int, chunks: int, size: int) ->
 
 
 def ideal_bubble(micro_batches: int, chunks: int, size: int) -> float:
-    """The part of a step in which a rank idles, where stages cost alike and nothing is lost between them.
+    """The part of a step in which a rank idles, if all stages cost the same and messages cost nothing.
 
-    That is (p - 1) / (v m) of the time it is busy, p = size, v = chunks, m = micro_batches.
+    That is (p - 1) / (v m) of the time it is busy, with p = size, v = chunks, m = micro_batches.
     """
     idle = (size - 1) / (chunks * micro_batches)
     return idle / (1 + idle)

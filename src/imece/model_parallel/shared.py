@@ -1,7 +1,7 @@
-"""Parameters that several stages use, such as an embedding that is the head too: one of each on each rank.
+"""Parameters that several stages use, such as an embedding that is also the head: each rank has its own copy.
 
-Each rank has a gradient of its own part of the graph. Their sum, in the order of ranks, has the same bits on
-all of them, so optimizers keep them equal.
+A rank's gradient comes from its own part of the graph. The ranks' gradients are summed in the order of ranks,
+so the sum has the same bits everywhere and optimizers keep the copies equal.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from imece.collectives.ops import all_reduce
 
 
 class Shared:
-    """Those of this rank that others of the pipeline have too."""
+    """The parameters of this rank that other ranks of the pipeline have too."""
 
     def __init__(self, parts: Sequence[Sequence[dict[str, nn.Module]]], group: dist.ProcessGroup) -> None:
-        """parts: of each rank its stages' modules by name. The first rank's values count. All ranks of the
-        group construct together; it is connected."""
+        """parts: for each rank its stages' modules by name. The first rank's values are copied to the others.
+        All ranks of the group construct together; the group is already connected."""
         self._group, self._rank = group, group.rank()
         holders: defaultdict[int, list[int]] = defaultdict(list)
         parameters: dict[int, nn.Parameter] = {}
         for rank, stages in enumerate(parts):
             found = [each for named in stages for module in named.values() for each in module.parameters()]
-            for parameter in dict.fromkeys(found):  # all ranks in one order
+            for parameter in dict.fromkeys(found):  # in one order on all ranks
                 holders[id(parameter)].append(rank)
                 parameters[id(parameter)] = parameter
         self._mine = [
@@ -37,7 +37,7 @@ class Shared:
             if len(ranks) > 1 and self._rank in ranks
         ]
         self._older: list[Tensor | None] = [None] * len(self._mine)
-        self._summed = False  # what is in .grad
+        self._summed = False  # whether .grad holds sums
         with torch.no_grad():
             for parameter, ranks in self._mine:
                 values = self._exchanged(parameter.detach(), ranks)
@@ -45,20 +45,20 @@ class Shared:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients of a step are there when `sum` was called."""
+        """The parameters whose gradients of a step are complete only after `sum`."""
         return [parameter for parameter, _ in self._mine]
 
     def before_step(self) -> None:
-        """Gradients that were summed before are not to be summed again."""
+        """Set aside gradients that are already summed, so that they are not summed again."""
         for at, (parameter, _) in enumerate(self._mine):
-            if parameter.grad is None:  # zeroed
+            if parameter.grad is None:  # it was zeroed
                 self._older[at] = None
             elif self._summed:
                 self._older[at], parameter.grad = parameter.grad.clone(), None
         self._summed = False
 
     def sum(self) -> None:
-        """All backwards of a step are done."""
+        """Sum the gradients; called after all backwards of a step."""
         for at, (parameter, ranks) in enumerate(self._mine):
             mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             total, *others = self._exchanged(mine.contiguous(), ranks)
@@ -70,7 +70,7 @@ class Shared:
         self._summed = True
 
     def _exchanged(self, mine: Tensor, ranks: list[int]) -> list[Tensor]:
-        """What each of these ranks brings, in their order."""
+        """Each of these ranks' tensors, in the order of ranks."""
         values = [mine if rank == self._rank else torch.empty_like(mine) for rank in ranks]
         others = [(rank, value) for rank, value in zip(ranks, values, strict=True) if rank != self._rank]
         messages = [Send(mine, rank) for rank, _ in others] + [Recv(value, rank) for rank, value in others]
@@ -79,7 +79,8 @@ class Shared:
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """NCCL connects the ranks of a group in the first call, which waits for all of them. Messages between
-    some, as of shared parameters or in torch's schedules, would wait for ranks that wait for them."""
+    """Connect all ranks. NCCL connects a group in its first call, which waits for all ranks; if that were a
+    message between two of them (shared parameters, torch's schedules), they would wait for ranks that wait
+    for them."""
     if group.size() > 1:
         all_reduce(torch.zeros(1, device=device), group=group, label="first call of a pipeline")

@@ -1,6 +1,6 @@
-"""torch's pipeline stages and schedules, told the shapes of what travels, timed, and checked.
+"""torch's pipeline stages and schedules, extended by shapes known in advance, times, and checks.
 
-To import it takes a second: torch's compiler comes with it.
+Importing this takes a second, because torch's compiler comes along.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from imece.model_parallel.schedules import Loss, Mark, Moment, StageError
 
 
 def values_of(output: Any) -> Values:
-    """What a stage returned. ValueError unless it is a tensor, or several: else nobody could send it."""
+    """The outputs of a stage as a tuple. ValueError unless it is a tensor or several: nothing else can be
+    sent."""
     values = tuple(output) if isinstance(output, tuple | list) else (output,)
     wrong = [type(each).__name__ for each in values if not isinstance(each, Tensor)]
     if wrong:
@@ -35,9 +36,9 @@ def values_of(output: Any) -> Values:
 
 
 def shapes(stages: Sequence[nn.Module], inputs: Values, device: torch.device) -> list[Values]:
-    """What goes into each stage, and what comes out of the last: tensors of shapes, without memory.
+    """The inputs of each stage and the outputs of the last, as tensors without memory.
 
-    Nothing is computed and no rank is asked: parameters may be on the meta device. inputs: a micro-batch.
+    Nothing is computed and no rank is asked; parameters may be on the meta device. inputs: a micro-batch.
     """
     found: list[Values] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -61,7 +62,8 @@ def shapes(stages: Sequence[nn.Module], inputs: Values, device: torch.device) ->
 
 
 class TimedStage(PipelineStage):
-    """One of torch's, which says when it was busy and compares what it returns with what was agreed on."""
+    """A stage of torch's that records when it was busy, and checks that its outputs have the agreed
+    shapes."""
 
     def __init__(
         self,
@@ -73,8 +75,8 @@ class TimedStage(PipelineStage):
         marks: list[Mark],
         before_last: Callable[[int], None],
     ) -> None:
-        """number: of the stage. along: as `shapes` of all of them gives it. before_last: called with the
-        number before the last backward of a step."""
+        """number: of the stage. along: the result of `shapes`. before_last: called with the number before the
+        last backward of a step."""
         inputs, self._agreed = along[number], along[number + 1]
         super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
         self._marks, self._before_last = marks, before_last
@@ -114,7 +116,7 @@ class TimedStage(PipelineStage):
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised anew
-            cause = error.__cause__ or error  # torch's own tells no more than which stage
+            cause = error.__cause__ or error  # torch's error says only which stage
             raise StageError(
                 f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {cause}"
             ) from cause
@@ -132,7 +134,7 @@ def schedule_of(
     marks: list[Mark],
     before_last: Callable[[int], None],
 ) -> Any:
-    """torch's schedule of this rank's stages. along, before_last: as of TimedStage."""
+    """torch's schedule for this rank's stages. along, before_last: as for TimedStage."""
     made = [
         TimedStage(stage, number, along, device, group, marks, before_last)
         for number, stage in stages.items()

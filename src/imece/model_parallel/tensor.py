@@ -1,7 +1,7 @@
-"""`imece.tensor_parallel`: the matrices of a model divided over the ranks of the mesh's axis "tensor".
+"""`imece.tensor_parallel`: divides the matrices of a model over the ranks of the mesh's axis "tensor".
 
-Megatron-LM (Shoeybi et al. 2019) and its sequence parallelism (Korthikanti et al. 2022). Parameters stay
-plain tensors under their own names, of which each rank holds its part: whatever wraps and steps a model sees
+This is Megatron-LM (Shoeybi et al. 2019) with its sequence parallelism (Korthikanti et al. 2022). Parameters
+stay plain tensors under their own names, each rank holding its part, so whatever wraps and steps a model sees
 ordinary parameters.
 """
 
@@ -39,43 +39,43 @@ def tensor_parallel(
     sequence: bool = False,
     divided_logits: bool = False,
 ) -> Model:
-    """Divide a model's matrices over the ranks of the mesh's axis "tensor", in place; all ranks call it.
+    """Divide a model's matrices over the ranks of the mesh's axis "tensor", in place; all ranks call this.
 
         mesh = imece.init({"replicate": 2, "tensor": 2})
         model = imece.tensor_parallel(Transformer(config), mesh)
         model, optimizer = imece.parallelize(model, optimizer, "zero1", mesh)
 
-    It comes before `parallelize`. The ranks of a tensor group are given the same batch, and have the same
-    loss as one rank that has all of the model; logits are whole on each, or `divided_logits`. model: with
-    memory; the values of the group's first rank count. mesh: by default that of imece.init(); with one rank
-    in "tensor" nothing is changed.
+    Call it before `parallelize`. All ranks of a tensor group get the same batch, and compute the same loss as
+    one rank with the whole model. Logits are whole on each rank unless `divided_logits` is set. model: must
+    have memory; the values of the group's first rank count. mesh: by default that of imece.init(); with one
+    rank along "tensor" nothing changes.
 
-    plan: {name of modules, * for any characters: what becomes of them}. By default the one that is known for
-    imece's Transformer, and for Hugging Face's models the one that they bring.
+    plan: {name of modules, * for any characters: how they are divided}. There is a default for imece's
+    Transformer, and for Hugging Face's models the plan that they bring.
 
         column    a Linear by its output features, as queries, keys, values and an MLP's first: each rank goes
                   on with its heads or channels
         row       a Linear by its input features, as what follows those: the ranks' outputs are summed
-        vocab     an Embedding or the head by rows, the vocabulary; what comes out is whole
+        vocab     an Embedding or the head by rows, the vocabulary; the output is whole
         heads     whole parameters that are used for a rank's heads alone, as norms of queries and keys
-        sequence  the same, of its positions: all that has parameters and lies between divided layers
+        sequence  the same for a rank's positions: everything with parameters between divided layers
         scatter   from its output on each rank holds its positions; `vocab` embeddings do it by themselves
         gather    its input is made whole; `column` and `vocab` heads do it by themselves
 
-    sequence: between the divided layers of [batch, positions, width] each rank holds positions / N alone, for
-    norms, residual and dropout; the last three kinds are for this and mean nothing otherwise. It moves as
-    much as without.
+    sequence: between the divided layers each rank holds only positions / N of [batch, positions, width], for
+    norms, residual and dropout; the last three kinds of the plan are only for this. It moves as many bytes as
+    without.
 
-    divided_logits: of [batch, positions, vocabulary], the largest tensor of a step, each rank keeps its
-    entries of the vocabulary: a DTensor, of which `imece.cross_entropy` (or torch's F.cross_entropy inside of
-    its `loss_parallel`) makes the loss, and `full_tensor()` all logits. imece's Transformer gives out whole
-    ones even so with a cache or for the last position only, as sampling asks for. A vocabulary that cannot be
-    divided, where no plan is given, has whole logits too.
+    divided_logits: each rank keeps only its entries of the vocabulary of the logits [batch, positions,
+    vocabulary], the largest tensor of a step. They are a DTensor, which `imece.cross_entropy` (or torch's
+    F.cross_entropy inside its `loss_parallel`) takes, and whose `full_tensor()` has all logits. imece's
+    Transformer still returns whole logits with a cache or for the last position only, as in sampling. Without
+    a plan, a vocabulary that cannot be divided has whole logits too.
 
-    UserError, on all ranks: a plan that names no module, or one that cannot be so; what cannot be divided by
-    the number of ranks; divided_logits by a plan that divides no head; a tied parameter that would be divided
-    in one place only; a model that is wrapped or divided already, or on the meta device; dropout where the
-    ranks' random states differ.
+    UserError, on all ranks, for: a plan that names no module, or one that cannot be divided so; sizes that
+    the number of ranks does not divide; divided_logits with a plan that divides no head; a tied parameter
+    that would be divided in one place only; a model that is already wrapped or divided, or on the meta
+    device; dropout while the ranks' random states differ.
     """
     arranged = meshes.current() if mesh is None else mesh
     ranks = arranged.size("tensor")
@@ -94,7 +94,7 @@ def tensor_parallel(
     for module, kind in chosen.values():
         divide(module, kind, boundary, done)
     divided = [name for name, (_, kind) in chosen.items() if dims_of(kind)]
-    whole = not sequence or any(begins_parts(*each) for each in chosen.values())  # else it is given positions
+    whole = not sequence or any(begins_parts(*each) for each in chosen.values())  # else it gets positions
     _watch_first(model, divided, boundary if whole else None)
     if isinstance(model, Transformer):
         if sequence:
@@ -121,7 +121,8 @@ def _check(model: nn.Module) -> None:
 
 
 def _check_dropout(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """What is computed whole on each rank must be the same on each, what is dropped too."""
+    """UserError if there is dropout while random states differ: layers that are whole on each rank must drop
+    the same."""
     if not any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p for each in model.modules()):
         return
     states = [torch.get_rng_state()]
@@ -137,8 +138,8 @@ def _check_dropout(model: nn.Module, group: dist.ProcessGroup, device: torch.dev
 
 
 def _watch_first(model: nn.Module, divided: list[str], boundary: Boundary | None) -> None:
-    """In the first forward: whether layers are where they were divided, and with a boundary whether inputs
-    are the same. What a pipeline makes of the model has no such forward, but an embedding's."""
+    """Check in the first forward that layers are still where they were divided, and with a boundary that
+    inputs are the same. A pipeline never calls the model's forward, only the embedding's."""
     first = True
 
     @torch._disable_dynamo(recursive=True)

@@ -16,7 +16,7 @@ __all__ = ["cross_entropy"]
 
 @torch._disable_dynamo(recursive=True)
 def _summed(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """`summed_cross_entropy` of a DTensor [..., V]; its ranks have the same targets (int64 [...])."""
+    """`summed_cross_entropy` of a DTensor [..., V] whose ranks all have the same targets (int64 [...])."""
     whole, last = cast(DTensor, logits), logits.ndim - 1
     mine, flat = whole.to_local().flatten(0, -2), targets.flatten()
     axes = [axis for axis, each in enumerate(whole.placements) if not each.is_replicate()]
@@ -34,7 +34,7 @@ def _summed(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
         totals, chosen = every.unbind(1)
         return totals.logsumexp(0), chosen.sum(0)
 
-    each = -(-logits.shape[last] // group.size())  # the last ranks have fewer where that does not come out
+    each = -(-logits.shape[last] // group.size())  # the last ranks may have fewer columns
     if each * (group.size() - 1) >= logits.shape[last]:
         raise ValueError(
             f"cross_entropy of {logits.shape[last]} entries of a vocabulary, {each} on a rank: the last of "
