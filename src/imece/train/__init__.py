@@ -1,1 +1,2 @@
-"""The main job: a language model from text on disk, in one run folder that any later command goes on from."""
+"""`imece train`: trains a language model from text on disk, in one run folder that later commands go on
+from."""

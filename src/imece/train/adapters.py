@@ -1,13 +1,12 @@
-"""Adapters beside the matrices of a model that stays as it is, by peft: LoRA (Hu et al. 2021) and QLoRA
-(Dettmers et al. 2023).
+"""Adapters beside the matrices of a frozen model, by peft: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al.
+2023).
 
-    base     the model of --from, frozen: shared out where parameters are (but the scales of what is in 4
-             bits), in no checkpoint, but for its digests; each command that needs it reads it again from
-             where it lies
+    base     the frozen model of --from. It is sharded where parameters are (except the scales of 4-bit
+             matrices). Checkpoints have only its digests: each command that needs it reads its own folder
     adapter  A [rank, in] and B [out, rank] beside a matrix W [out, in]: W x + alpha / rank * B A x
 
-A begins at random, B with zeros, so the model begins as the base. With lora.quantize the matrices of the
-blocks, those without adapters too, are NF4: codes of 4 bits for 64 elements with a scale of 8 bits.
+A begins at random and B with zeros, so the model begins as the base. With lora.quantize all matrices of the
+blocks, with or without adapters, are NF4: codes of 4 bits, and a scale of 8 bits for every 64 elements.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ _QUANT_TYPE = "nf4"
 
 
 def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:
-    """UserError, with what to install, if what adapters need is not there. to_train: or only to be merged."""
+    """UserError, with what to install, if a package for adapters is missing. to_train: False if they are only
+    merged."""
     needed = [("peft", "hf", "--lora.rank")] if lora.rank and to_train else []
     if lora.rank and lora.quantize != "none":
         needed.append(("bitsandbytes", "quant", f"--lora.quantize {lora.quantize}"))
@@ -49,10 +49,11 @@ def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:
 def adapted(
     config: TrainConfig, base: Source, model: Transformer, device: torch.device, precision: Precision
 ) -> Transformer:
-    """A model on the meta device gets adapters; and if it is quantised, its memory on `device` and the values
-    of `base`: codes cannot be cut. Otherwise whoever divides it gives it memory, and `begin_beside` values.
+    """Add adapters to a model on the meta device. A quantised model also gets memory on `device` and the
+    values of `base`, because codes cannot be cut. Otherwise whoever divides the model gives it memory, and
+    `begin_beside` its values.
 
-    No more than a matrix is on the CPU besides. UserError if the base cannot be read.
+    At most one matrix is on the CPU at a time. UserError if the base cannot be read.
     """
     lora = config.lora
     if lora.quantize == "none":
@@ -77,8 +78,8 @@ def adapted(
 
 @torch.no_grad()
 def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParallel) -> None:
-    """The values of `base`, of which each rank reads what it keeps, and those that adapters begin with. All
-    ranks call it. UserError if the base cannot be read."""
+    """Give the model the values of `base`, of which each rank reads what it keeps, and the adapters their
+    first values. All ranks call this. UserError if the base cannot be read."""
     first = first_pieces(config, model.module)
     adapters = {*first.names()}
 
@@ -98,7 +99,7 @@ def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParall
 
 
 def first_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Of all adapters, float32 on the CPU: the same on every rank, and whenever they are made."""
+    """The first values of all adapters, float32 on the CPU: the same on every rank and at any time."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(ADAPTER_A):
@@ -109,7 +110,7 @@ def first_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_pieces(config: TrainConfig, model: nn.Module) -> Source:
-    """The same as what a training state is loaded from."""
+    """`first_values` as a source from which a training state can be loaded."""
     start = Pieces()
     for name, value in first_values(model, config.seed):
         start.add(MODEL + name, tuple(value.shape), 0, value.view(-1))
@@ -125,21 +126,21 @@ def describe(model: Transformer, lora: LoraSection) -> str:
 
 
 def live_name(name: str, lora: LoraSection) -> str:
-    """A parameter's of the base, once adapters are beside it."""
+    """The name of a parameter of the base once adapters are beside it."""
     module, _, key = name.rpartition(".")
     is_target = module.startswith("blocks.") and module.rpartition(".")[2] in lora.targets
     return f"{module}{_BASE}.{key}" if is_target else name
 
 
 def is_quantised(name: str, lora: LoraSection) -> bool:
-    """A parameter's of the base."""
+    """Whether this parameter of the base is quantised."""
     module, _, key = name.rpartition(".")
     inner = module.startswith("blocks.") and module.rpartition(".")[2] in LINEAR
     return lora.quantize != "none" and inner and key == "weight"
 
 
 def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(the codes, uint8, and the matrix that they stand for, float32) of a float32 matrix on the CPU."""
+    """(codes, uint8; the matrix that they stand for, float32) of a float32 matrix on the CPU."""
     from bitsandbytes import functional
 
     codes, state = functional.quantize_4bit(weight, quant_type=_QUANT_TYPE, compress_statistics=True)
@@ -147,15 +148,16 @@ def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantised(module: nn.Linear, weight: Tensor, device: torch.device, precision: Precision) -> nn.Module:
-    """On the CPU, whatever the device: so that a later command finds the same codes."""
+    """The layer with `weight` quantised: on the CPU for any device, so that a later command finds the same
+    codes."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     linear = Linear4bit(
         module.in_features, module.out_features, bias=False, compute_dtype=precision.dtype,
         quant_type=_QUANT_TYPE, device="meta",
     )  # fmt: skip
-    linear.bias = module.bias  # on the meta device still
-    linear.support_avx512bf16_for_cpu = False  # it would lay the codes anew in a validation
+    linear.bias = module.bias  # still on the meta device
+    linear.support_avx512bf16_for_cpu = False  # otherwise validation would rearrange the codes
     parameter = Params4bit(weight.float(), requires_grad=False, quant_type=_QUANT_TYPE, module=linear)
     linear.weight = parameter.to("cpu").to(device)
     return cast(nn.Module, linear)
@@ -167,10 +169,10 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def add(model: Transformer, lora: LoraSection) -> None:
-    """Adapters beside the matrices of a model; all else of it is frozen from then on."""
+    """Add adapters beside the model's matrices, and freeze everything else."""
     import peft
 
-    model.__dict__["is_loaded_in_4bit"] = lora.quantize != "none"  # by which peft knows bitsandbytes' layers
+    model.__dict__["is_loaded_in_4bit"] = lora.quantize != "none"  # so peft knows bitsandbytes' layers
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha_or_usual, lora_dropout=lora.dropout,
         target_modules=list(lora.targets),

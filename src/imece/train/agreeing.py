@@ -1,4 +1,4 @@
-"""A mistake that one rank finds ends all of them, and is said once."""
+"""If one rank finds a mistake, all ranks end, and one of them reports it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from imece.mesh import Mesh
 
 Result = TypeVar("Result")
 
-STATUS = 2  # with which a rank ends when another one, or itself, has said what is wrong
+STATUS = 2  # exit status of a rank when a mistake was reported, by itself or another rank
 
 
 def together(mesh: Mesh, call: Callable[[], Result]) -> Result:
-    """`call()` on every rank. No collective may be within it.
+    """`call()` on every rank. It must not contain a collective.
 
-    If it raises UserError on any rank, the first of these ranks raises it and all others leave silently with
-    status 2: nobody waits for a rank that has gone.
+    If it raises UserError on some ranks, the first of these raises it and all others exit silently with
+    status 2, so that nobody waits for a rank that is gone.
     """
     result, mine, wrong = tried(call, mesh.world_group, mesh.device, "mistakes of ranks")
     if not wrong:

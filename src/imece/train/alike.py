@@ -1,4 +1,4 @@
-"""Before the first step: all ranks have the same options, run the same code, and read the same tokens."""
+"""Checks before the first step that all ranks have the same options, code and tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from imece.observe.environment import version
 from imece.train.agreeing import together
 from imece.train.config import TrainConfig, flat
 
-# Each host may keep its token files in a place of its own.
+# Each host may keep its token files in its own place.
 _MAY_DIFFER = frozenset({"data.folder"})
 _MOST_SHOWN = 3
 
 
 def check_same_start(config: TrainConfig, mesh: Mesh) -> None:
-    """All ranks call it. UserError on one of them, SystemExit(2) on the others, unless all say the same."""
+    """All ranks call this. Unless all have the same: UserError on one of them, SystemExit(2) on the
+    others."""
     facts = {"torch": torch.__version__, "imece": version("imece"), "imece's source": _source_digest()}
     options = {name: value for name, value in flat(config).items() if name not in _MAY_DIFFER}
     _check(facts | options, mesh, "start all with the same options and the same installation")
 
 
 def check_same_tokens(prepared: Prepared, mesh: Mesh) -> None:
-    """As check_same_start, of what they read."""
+    """Like check_same_start, for the tokens that the ranks read."""
     facts: dict[str, object] = {
         "tokenizer": prepared.tokenizer.hash,
         "text": prepared.tokens.made_from,
@@ -64,7 +65,7 @@ def _differences(texts: Sequence[Sequence[str]]) -> str:
 
 
 def _source_digest() -> str:
-    """Of this package's code: two checkouts may have the same version."""
+    """A digest of this package's code, because two checkouts may have the same version."""
     total, folder = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
     for file in sorted(folder.rglob("*.py")):
         total.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())

@@ -1,7 +1,6 @@
-"""The global batch, cut for the ranks: sequences = micro-batch x accumulation x ranks.
+"""Divides the global batch among ranks: sequences = micro-batch x accumulation x ranks.
 
-What one rank accumulates, one micro-batch after the other, goes through the stages of a pipeline as its
-micro-batches.
+The micro-batches that one rank would accumulate go through a pipeline's stages instead, if there is one.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ from imece.model_parallel.schedules import check_schedule
 from imece.observe.units import multiples_near
 from imece.train.config import BatchSection, MeshSection
 
-_MOST_AT_ONCE = 8  # sequences: beyond that the products of a CPU rank gain nothing more
-_BY_STAGE = 4  # micro-batches for each stage of a pipeline, which then idles a fifth of the time at most
+_MOST_AT_ONCE = 8  # sequences: with more, a CPU rank gets no faster
+_BY_STAGE = 4  # micro-batches per stage of a pipeline, which then idles at most a fifth of the time
 _ALONE = MeshSection()
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sequences of one step, and who computes them."""
+    """The sequences of one step, and who computes them."""
 
-    seq: int  # tokens in each sequence
-    sequences: int  # the global batch
-    ranks: int  # that share them out, or groups of ranks
-    micro: int  # sequences that one rank computes at once
-    accumulation: int  # times it does so
+    seq: int  # tokens per sequence
+    sequences: int  # in the global batch
+    ranks: int  # ranks, or groups of ranks, that divide the sequences
+    micro: int  # sequences that a rank computes at once
+    accumulation: int  # micro-batches per rank and step
     mesh: MeshSection = _ALONE  # how the ranks of a group work together
 
     @property
     def tokens(self) -> int:
-        """Of the global batch."""
+        """Tokens of the global batch."""
         return self.sequences * self.seq
 
     @property
     def at_once(self) -> int:
-        """Sequences that a rank is given together: in a pipeline all of its micro-batches."""
+        """Sequences that a rank receives together: in a pipeline all of its micro-batches."""
         return self.micro * (self.accumulation if self.mesh.pipeline > 1 else 1)
 
     def describe(self) -> str:
-        """The arithmetic, in words."""
+        """The arithmetic in words."""
         ranks = _ranks(self.ranks, self.mesh.size)
         how = "in the pipeline" if self.mesh.pipeline > 1 else "accumulated"
         if self.sequences != self.micro * self.accumulation * self.ranks:
@@ -58,16 +57,17 @@ class BatchPlan:
 
 
 def shared_among(plan: BatchPlan, ranks: int) -> BatchPlan:
-    """The same global batch for another number of ranks: the first ones may have one sequence more."""
+    """The same global batch for another number of ranks; the first ranks may have one sequence more."""
     share = math.ceil(plan.sequences / ranks)
     micro = min(plan.micro, share)
     return replace(plan, ranks=ranks, micro=micro, accumulation=math.ceil(share / micro))
 
 
 def plan_batch(section: BatchSection, seq: int, ranks: int, mesh: MeshSection = _ALONE) -> BatchPlan:
-    """UserError, with the nearest numbers that would do, if the batch cannot be divided.
+    """Choose micro-batch and accumulation. UserError, with the nearest numbers that work, if the batch cannot
+    be divided.
 
-    ranks: that have sequences of their own; groups, where several ranks work together as `mesh` says.
+    ranks: with sequences of their own; or groups of ranks, if several work together as `mesh` says.
     """
     sequences, size = section.sequences, mesh.size
     if section.tokens:
@@ -106,7 +106,7 @@ def plan_batch(section: BatchSection, seq: int, ranks: int, mesh: MeshSection = 
 
 
 def _most_at_once(share: int, mesh: MeshSection) -> int:
-    """Sequences of a micro-batch, by default. In a pipeline the fewer, the less its stages wait."""
+    """Default size of a micro-batch in sequences. In a pipeline fewer sequences let stages wait less."""
     sizes = [micro for micro in range(1, min(share, _MOST_AT_ONCE) + 1) if share % micro == 0]
     if mesh.pipeline == 1:
         return sizes[-1]
@@ -116,7 +116,7 @@ def _most_at_once(share: int, mesh: MeshSection) -> int:
 
 
 def _goes(mesh: MeshSection, count: int) -> bool:
-    """Whether so many micro-batches can go through the pipeline."""
+    """Whether this many micro-batches can go through the pipeline."""
     try:
         check_schedule(mesh.schedule, count, mesh.chunks, mesh.pipeline)
     except ValueError:
@@ -147,12 +147,12 @@ def _ranks(count: int, size: int) -> str:
 
 
 def _option(section: BatchSection, seq: int, sequences: int) -> str:
-    """That asks for so many: tokens, where they are given, count before sequences."""
+    """The option that asks for this many sequences, or for their tokens: tokens overrule sequences."""
     return f"--batch.tokens {sequences * seq}" if section.tokens else f"--batch.sequences {sequences}"
 
 
 def _other_ranks(sequences: int, micro: int, ranks: int, size: int) -> str:
-    """Those that divide it: a run that is gone on with keeps its global batch."""
+    """Numbers of ranks that divide the batch: a run that goes on keeps its global batch."""
     fit = [each for each in range(1, sequences // micro + 1) if sequences % (each * micro) == 0]
     near = [*[each for each in fit if each < ranks][-1:], *[each for each in fit if each > ranks][:1]]
     near = [each * size for each in near]

@@ -1,4 +1,4 @@
-"""What a run has before its first step: the same, whenever it is made."""
+"""What a run starts from: model and optimizer states before the first step, always the same."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def new_model(
     device: torch.device = _CPU,
     precision: Precision | None = None,
 ) -> Transformer:
-    """Of random weights, on the CPU, where a seed gives the same ones whatever the device of the run is.
+    """The model on the CPU with random weights, which a seed makes the same for any device.
 
-    Or, of a run that begins with a folder's, on the meta device: whoever divides it among ranks gives it
-    memory, and `begin_with` values, or `begin_beside` beside adapters. But a quantised base is whole, on
-    `device`; precision: in which it is multiplied with. UserError if the base cannot be read.
+    If the run begins from a folder, the model is on the meta device: whoever divides it among ranks gives it
+    memory, and `begin_with` (or, beside adapters, `begin_beside`) its values. But a quantised base is whole,
+    on `device`; precision: of its products. UserError if the base cannot be read.
     """
     if not config.model.weights:
         return Transformer(shape, generator=torch.Generator().manual_seed(config.seed))
@@ -47,21 +47,22 @@ def new_model(
 
 @torch.no_grad()
 def empty(module: nn.Module) -> None:
-    """Fill a module's own parameters until their values are read."""
+    """Leave a module's parameters unfilled until their values are read."""
     for parameter in module.parameters(recurse=False):
         parameter.zero_()
 
 
 def begin_with(config: TrainConfig) -> Source | None:
-    """What the parameters of the config's folder are to be read from; None: they are random, or have their
-    values already. UserError."""
+    """The source of the parameters if the config names a folder; None if they are random or already have
+    values. UserError."""
     return open_weights(config.model.weights) if config.model.weights and not config.lora.rank else None
 
 
 def begin_again(
     state: TrainingState, optimizers: Sequence[Optimizer], config: TrainConfig, model: Transformer
 ) -> None:
-    """`model`, which `state` is of, and `optimizers` are as they were at first. All ranks call it."""
+    """Reset `model`, which `state` belongs to, and `optimizers` to the beginning of the run. All ranks call
+    this."""
     adapters = config.lora.rank > 0
     start = begin_with(config) or (first_pieces if adapters else _random)(config, model)
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Which strategy a run takes: what is asked for, or the fastest that fits, by the planner."""
+"""Chooses a run's strategy: the one that was asked for, or the fastest that fits, by the planner."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def strategy_of(
     machine: Machine,
     mesh: Mesh,
 ) -> str:
-    """Of a run, where "auto" is as rank 0 chooses, or for a rank that joins, what the others have. All ranks
-    call it."""
+    """The run's strategy. "auto": rank 0 chooses, and a rank that joins takes what the others have. All ranks
+    call this."""
     if config.strategy != "auto":
         return find_strategy(config.strategy).name
     if mesh.world.joining:
@@ -49,10 +49,10 @@ def choose(
     machine: Machine,
     mesh: Mesh,
 ) -> Strategy:
-    """For "auto": the fastest that fits, by what was measured of this machine.
+    """For "auto": the fastest strategy that fits, by the measurements of this machine.
 
-    What is chosen without a planner stays where nothing is clearly faster or nothing was measured. Where none
-    fits it is the one that needs least.
+    The default for these ranks stays if nothing is clearly faster or nothing was measured. If nothing fits,
+    it is the strategy that needs least.
     """
     usual = usual_strategy(mesh).name
     on_hosts = len(mesh.hosts) > 1 and mesh.cross_group is not None

@@ -1,8 +1,9 @@
-"""torch.compile in `imece train`: the blocks, before the first step, for the shape of its micro-batches.
+"""torch.compile in `imece train`: compiles the blocks before the first step, for the shape of its
+micro-batches.
 
-Whatever comes in another shape is computed as if nothing was compiled: validation, sampling, micro-batches
-that are smaller because a rank has died. So nobody waits for a compiler in the middle of a run, and a run
-that is gone on with computes each micro-batch as the undisturbed one does.
+Any other shape runs uncompiled: validation, sampling, and micro-batches that are smaller because a rank died.
+So nobody waits for a compiler in the middle of a run, and a resumed run computes each micro-batch as the
+undisturbed one does.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from imece.train.precision import Precision
 
 
 def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, device: torch.device) -> float:
-    """Compile the blocks of a model that is not wrapped yet, for `device`; seconds.
+    """Compile the blocks of a model that is not wrapped yet, for `device`; returns the seconds.
 
-    One block of each kind is run, for all that share its code: such as has memory of its own, as the model's
-    may have none yet.
+    Runs one block of each kind, for all blocks that share its code. It gets memory of its own, because the
+    model may have none yet.
 
-    UserError where there is nothing to compile with.
+    UserError if there is no compiler.
     """
-    from torch._dynamo.exc import BackendCompilerFailed  # a second, which others need not wait for
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second: other runs need not pay it
 
     began = time.perf_counter()
     blocks = nn.ModuleList(_kinds(model, device))
     compile_blocks(model, dynamic=False)
     compile_blocks(nn.ModuleDict({"blocks": blocks}), units=[Block], dynamic=False)
     try:
-        with torch.compiler.set_stance("default"):  # an earlier session in this process has set the other
+        with torch.compiler.set_stance("default"):  # an earlier session in this process may have set another
             for block in blocks:
                 _run_a_block(model, block, plan, precision, device)
-            if not model.embed.weight.requires_grad:  # then what the first block reads wants no gradient
+            if not model.embed.weight.requires_grad:  # then the first block's input needs no gradient
                 _run_a_block(model, blocks[0], plan, precision, device, wants_gradient=False)
     except BackendCompilerFailed as error:
         why = str(error.inner_exception).partition("\n")[0]
@@ -51,7 +52,7 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, devic
 
 
 def _kinds(model: Transformer, device: torch.device) -> list[nn.Module]:
-    """A block for each kind of those that share their code."""
+    """One block for each kind, i.e. for blocks that share their code."""
     config = model.config
     kinds = {(config.window_of(at), at in config.nope_layers): at for at in range(config.layers)}
     blocks: list[nn.Module] = [Block(config, at).to(device) for at in kinds.values()]
@@ -73,7 +74,7 @@ def _run_a_block(
     device: torch.device,
     wants_gradient: bool = True,
 ) -> None:
-    """Forward and backward, as training does it. wants_gradient: whether what the block reads does."""
+    """Run forward and backward as in training. wants_gradient: whether the block's input needs a gradient."""
     residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device)
     residual.requires_grad_(wants_gradient)
     rotation = rotation_at(model.config, torch.arange(plan.seq, device=device))

@@ -1,4 +1,4 @@
-"""A run's options as a TOML file, read and written."""
+"""Reads and writes a run's config as a TOML file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Section = TypeVar("Section")
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The whole file, which `read_toml` reads back to an equal config. What is none is left out."""
+    """The whole file, which `read_toml` reads back to an equal config. Values that are None are left out."""
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     sections = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
     lines = [f"{name} = {as_toml(value)}" for name, value in values.items() if name not in sections]
@@ -28,16 +28,16 @@ def to_toml(config: TrainConfig) -> str:
 
 
 def read_toml(path: Path, weights: str = "", rank: int | None = None) -> TrainConfig:
-    """The config in a file; what it does not say is as in `defaults` of the folder that it begins with, or of
-    `weights` if that is named beside it; so with `rank` of adapters.
+    """The config in a file. Missing values are the `defaults` for the folder that it begins from (or for
+    `weights`, if that is given) and for its rank of adapters (or `rank`).
 
-    UserError, with the file's name, for one that cannot be read, is no TOML, or says what cannot be.
+    UserError, with the file's name, if it cannot be read, is not TOML, or has a wrong value.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as some editors write it
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): name a TOML file, or none") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number too long, a list too deep
         raise UserError(
             f"{path}: not TOML ({error}); imece train --print-config shows a whole one"
         ) from error
@@ -56,7 +56,8 @@ def _said(content: Mapping[str, Any], section: str, name: str) -> Any:
 
 
 def _section(start: Section, content: Mapping[str, Any], prefix: str) -> Section:
-    """`start` changed by a table. ValueError for an unknown key, with the nearest, and for a wrong type."""
+    """`start` changed by a table. ValueError for an unknown key, with the nearest one, and for a wrong
+    type."""
     hints = get_type_hints(type(start))
     values: dict[str, Any] = {}
     for key, value in content.items():
@@ -76,7 +77,7 @@ def _section(start: Section, content: Mapping[str, Any], prefix: str) -> Section
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
-    """`value` if a field of this type can hold it."""
+    """`value` if a field of this type can hold it, else ValueError."""
     choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
     if choices:
         if value not in choices:
@@ -102,15 +103,15 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 
 
 def _check_text(value: str, name: str) -> None:
-    if "\0" in value:  # which an option cannot have, nor a file's name
+    if "\0" in value:  # neither an option nor a file's name can have one
         raise ValueError(f"{name} is {value!r}: take the NUL out")
 
 
 def as_toml(value: Any) -> str:
-    """One value."""
+    """One value in TOML."""
     if isinstance(value, tuple):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     if value is None:
-        return "None"  # in messages only, as an option has it: a file leaves it out
-    # JSON's strings, numbers and booleans are TOML's too; DEL alone must be escaped in the one only.
+        return "None"  # only for messages, as options write it: a file leaves it out
+    # JSON's strings, numbers and booleans are valid TOML, except that TOML must escape DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

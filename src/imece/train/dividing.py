@@ -1,4 +1,4 @@
-"""Ranks that divide sequences, matrices or layers of a run among them: the mesh for it, and what it needs."""
+"""Runs whose ranks divide sequences, matrices or layers: their mesh, their checks, and each rank's part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from imece.train.config import MeshSection, TrainConfig
 
 
 def axes_of(section: MeshSection, ranks: int) -> dict[str, int] | None:
-    """For `imece.init`; None if nothing is divided, for such a mesh can change its ranks. UserError."""
+    """The axes for `imece.init`; None if nothing is divided, because only such a mesh can change its ranks.
+    UserError."""
     if section.size == 1:
         return None
     return {
@@ -32,7 +33,8 @@ def axes_of(section: MeshSection, ranks: int) -> dict[str, int] | None:
 
 
 def groups_of(section: MeshSection, ranks: int) -> int:
-    """How many there are of the ranks that work on one batch together. UserError if they do not come out."""
+    """Number of groups of ranks that work together on one batch. UserError if the ranks do not divide
+    evenly."""
     groups, over = divmod(ranks, section.size)
     if over:
         fit = [each * section.size for each in (groups, groups + 1) if each]
@@ -68,7 +70,7 @@ def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> No
 
 
 def divided(model: Transformer, config: TrainConfig, mesh: Mesh) -> Transformer:
-    """This rank's part of each matrix, in place. All ranks call it."""
+    """Divide the matrices in place, so that this rank has its part. All ranks call this."""
     if config.mesh.tensor == 1:
         return model
     return tensor_parallel(model, mesh, sequence=config.mesh.sequence, divided_logits=True)
@@ -77,9 +79,10 @@ def divided(model: Transformer, config: TrainConfig, mesh: Mesh) -> Transformer:
 def dealt(
     model: Transformer, config: TrainConfig, plan: BatchPlan, mesh: Mesh, loss: Loss
 ) -> Pipeline | None:
-    """This rank's layers, of the whole model on any device; None if each rank has all. All ranks call it.
+    """This rank's layers of a whole model on any device; None if each rank has all layers. All ranks call
+    this.
 
-    UserError where they could not hand on what they compute.
+    UserError if stages could not send their outputs to each other.
     """
     section = config.mesh
     if section.pipeline == 1:
@@ -127,7 +130,7 @@ def _check_matrices(asked: str, config: TrainConfig, shape: TransformerConfig, s
             f"{asked}: {shape.vocab_size:,} entries of a vocabulary cannot be divided among {tensor} ranks, "
             "and the embedding is the head too: --model.tied-head False, or another --data.vocab-size"
         )
-    # Attention over the ring sees whole positions of a rank, but those of `sequence` are parts of these.
+    # With context, a rank attends with whole positions; `sequence` divides these further.
     length, step = seq // config.mesh.context, 2 * config.mesh.context * tensor
     if config.mesh.sequence and length % tensor:
         raise UserError(
@@ -156,14 +159,14 @@ def _check_layers(asked: str, config: TrainConfig, shape: TransformerConfig) -> 
 
 
 def part_of(mesh: Mesh) -> tuple[int, int]:
-    """Which part of the model a rank has, and of how many."""
+    """(number of the part of the model that this rank has, number of parts)."""
     tensor = mesh.size("tensor")
     part = mesh.coordinate("pipeline") * tensor + mesh.coordinate("tensor")
     return part, mesh.size("pipeline") * tensor
 
 
 def goes_with_stages(strategy: str) -> bool:
-    """Whether the ranks that have the same stages can share out what they hold so."""
+    """Whether ranks with the same stages can use this strategy."""
     found = find_strategy(strategy)
     return not found.parameters and not found.hybrid
 
@@ -178,6 +181,6 @@ def _asked(section: MeshSection) -> str:
 
 
 def train_units(config: TrainConfig, shape: TransformerConfig) -> tuple[type[nn.Module], ...] | None:
-    """What is gathered as one where parameters are sharded; None: what is found by itself."""
+    """The units that are gathered as one if parameters are sharded; None: found automatically."""
     divided = config.mesh.tensor * config.mesh.pipeline > 1
     return None if divided or config.lora.rank else units_of(shape)

@@ -1,12 +1,13 @@
-"""Whether ranks that should hold the same bits do: a part of them each step, all of them every so many.
+"""Detects ranks that hold different bits where they should hold the same: a part each step, all in some
+steps.
 
-    alike    parameters that several ranks hold: all of a replicated model; of one that is sharded what each
-             rank has whole, or the parts that its replica on another host has too
-    digest   of a part of them, a number; it travels with what ranks tell each other after each step anyway
+    alike    parameters that several ranks hold: all of a replicated model; of a sharded one, what each rank
+             has whole, or the shards that its replica on another host has too
+    digest   a number for one part; it travels with what ranks tell each other after each step anyway
 
-A bit that flips in the memory of one rank stays there, since all make the same updates, and spoils every
-gradient from then on. Where parameters are gathered anew after each step (zero1, zero2) it is gone with the
-next one; where only one rank holds a part, nothing can tell.
+A bit that flips in one rank's memory stays, because all ranks make the same updates, and spoils every later
+gradient. Where parameters are gathered after each step (zero1, zero2), the next gather replaces it. Where
+only one rank holds a shard, nothing can detect it.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import digest, sync_from
 from imece.data_parallel.sharded import ShardedDataParallel
 
-_CHUNK = 2**20  # elements that are hashed at once
-_EXACT = 2**52 - 1  # bits of a digest that a float64 holds
+_CHUNK = 2**20  # elements hashed at once
+_EXACT = 2**52 - 1  # bits of a digest: a float64 holds them exactly
 
 
 class DriftError(Exception):
-    """Ranks that should hold the same do not, and there is no majority that could say who is right."""
+    """Ranks that should hold the same do not, and there is no majority to tell who is right."""
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """One parameter that is not the same on the ranks of a set."""
+    """One parameter that differs within a set of ranks."""
 
     name: str
     ranks: list[int]  # of the set, ascending
-    odd: list[int]  # those that differ from most; all if there is no majority
-    root: int | None  # one of the majority
+    odd: list[int]  # ranks that differ from the majority; all of them if there is none
+    root: int | None  # one rank of the majority
 
     def describe(self) -> str:
         who = f"rank{'s' if len(self.odd) > 1 else ''} {', '.join(map(str, self.odd))}"
@@ -54,7 +55,7 @@ class Drift:
     """Watches one wrapped model. Made anew when the ranks change."""
 
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], every: int) -> None:
-        """every: steps in which all is looked at once; 0: never."""
+        """every: steps in which everything is compared once; 0: never."""
         self._model, self._optimizers, self._every = model, list(optimizers), every
         self._named, self.key, self._group = _alike(model)
         if self._group.size() == 1 or every == 0:
@@ -63,7 +64,7 @@ class Drift:
 
     @torch.no_grad()
     def digest(self, step: int) -> Tensor | float:
-        """Of this step's part: the same number on all ranks that have the same `key`, if all is well."""
+        """The digest of this step's part: if all is well, the same on all ranks with the same `key`."""
         total: Tensor | None = None
         for tensor, start, stop in self._parts[step % self._every] if self._parts else ():
             piece = digest(tensor.detach().reshape(-1)[start:stop])
@@ -72,14 +73,14 @@ class Drift:
 
     @staticmethod
     def differs(digests: Sequence[float], keys: Sequence[float]) -> bool:
-        """Whether those of ranks with the same key are not all the same; by rank."""
+        """Whether any ranks with the same key have different digests. Both are lists by rank."""
         return len(set(zip(digests, keys, strict=True))) > len(set(keys))
 
     def mend(self, step: int) -> list[str]:
-        """All ranks call it when digests differ: the ranks in the minority get what the others hold.
+        """All ranks call this when digests differ: ranks in the minority receive what the majority holds.
 
-        With the parameters goes what their optimizers keep of them. Returns what differed. DriftError if
-        there is a tie; nothing is changed then.
+        The optimizer states of these parameters are replaced too. Returns what differed. DriftError, with
+        nothing changed, if there is a tie.
         """
         mine = [[self.key], *([name, int(digest(each))] for name, each in self._named)]
         world, device = self._model.process_group, self._model.device
@@ -116,7 +117,7 @@ class Drift:
         )
 
     def _kept(self, tensor: Tensor) -> list[Tensor]:
-        """What optimizers keep of a parameter, where they step it itself."""
+        """The optimizer state of a parameter, if an optimizer steps the parameter itself."""
         states = [each.state[tensor] for each in self._optimizers if tensor in each.state]
         values = [value for state in states for value in state.values()]
         return [each for each in values if isinstance(each, Tensor) and each.device == tensor.device]
@@ -125,7 +126,8 @@ class Drift:
 def _alike(
     model: DistributedDataParallel,
 ) -> tuple[list[tuple[str, Tensor]], int, dist.ProcessGroup]:
-    """(what this rank holds as others do, a number that these ranks have in common, their group)."""
+    """(tensors that this rank should hold as others do, a number that these ranks have in common, their
+    group)."""
     everything: list[tuple[str, Tensor]] = list(model.module.named_parameters())
     if not isinstance(model, ShardedDataParallel) or not model.sharding.strategy.parameters:
         return everything, 0, model.process_group
@@ -140,7 +142,7 @@ def _alike(
 
 
 def _cut(tensors: Sequence[Tensor], every: int) -> list[list[tuple[Tensor, int, int]]]:
-    """`every` parts of as many elements: (tensor, its elements from, to)."""
+    """`every` parts with equally many elements: lists of (tensor, first element, end)."""
     total = sum(each.numel() for each in tensors)
     if not total:
         return []
@@ -158,7 +160,7 @@ def _cut(tensors: Sequence[Tensor], every: int) -> list[list[tuple[Tensor, int, 
 
 
 def _differences(ranks: Sequence[int], digests: Sequence[dict[str, int]]) -> list[_Difference]:
-    """digests: by parameter, of each of the ranks."""
+    """digests: for each of the ranks, by parameter."""
     found = []
     for name in digests[0]:
         votes = [each.get(name) for each in digests]

@@ -1,4 +1,4 @@
-"""The loss on a part of the data: the same number whoever computes it, one process or many ranks."""
+"""The loss on a part of the data: the same number for one process and for any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def evaluate(
     most_tokens: int = 0,
     nats: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[float, int]:
-    """(nats, tokens): this rank's share, to be added up over the ranks.
+    """(nats, tokens): this rank's share, to be summed over the ranks.
 
     The part is read in windows of `seq` tokens that do not overlap, `batch` at a time. Each token counts
-    once; the one before a document's first is an end token, as in training.
-    most_tokens: in so many windows only, at equal distances over the whole part; 0 for all. nats: of (inputs,
-    targets), instead of `summed` by this model, which then says no more than where tensors are.
+    once; the token before a document's first is an end token, as in training.
+    most_tokens: reads windows of only this many tokens, at equal distances over the part; 0: all. nats:
+    function of (inputs, targets) that replaces `summed`; the model then only tells the device.
 
-    All ranks make as many forwards, as gathered parameters need: some of them one more that does not count.
+    All ranks make equally many forwards, because gathered parameters need that: some make an extra one that
+    does not count.
     """
     windows = math.ceil(len(part.tokens) / seq)
     chosen = windows_read(part, seq, most_tokens)
     device = next(model.parameters()).device
-    # Whole batches are dealt out, so that each product has the same shape whatever the number of ranks.
+    # Ranks take whole batches, so that products have the same shape for any number of ranks.
     nats = nats or partial(summed, model, precision)
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     was_training = model.training
     model.eval()
     for begin in range(0, chosen, world_size * batch):
         first = begin + rank * batch
-        numbers = range(first, min(first + batch, chosen))  # none for the last ranks of the last round
+        numbers = range(first, min(first + batch, chosen))  # empty for the last ranks in the last round
         inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
         total += nats(*(sent(torch.from_numpy(each), device) for each in (inputs, targets)))
         tokens += int((targets != IGNORE).sum())
@@ -60,22 +61,22 @@ def evaluate(
 
 
 def summed(model: nn.Module, precision: Precision, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats of those targets (int64 [B, T]) that count, an fp64 scalar."""
+    """Nats of the targets (int64 [B, T]) that count, an fp64 scalar."""
     with precision.autocast():
         logits = model(inputs)
     return cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum").double()
 
 
 def windows_read(part: Part, seq: int, most_tokens: int) -> int:
-    """In how many windows `evaluate` reads the part: of the same number it reads the same ones."""
+    """Number of windows in which `evaluate` reads the part; equal numbers mean the same windows."""
     windows = math.ceil(len(part.tokens) / seq)
     return min(windows, math.ceil(most_tokens / seq)) if most_tokens else windows
 
 
 def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:
-    """Inputs and targets, each int64 [windows, seq]; what lies behind the part's end does not count.
+    """Inputs and targets, each int64 [windows, seq]; targets behind the part's end are IGNORE.
 
-    At least one window: of no number it is one in which nothing counts.
+    At least one window: without numbers, one in which nothing counts.
     """
     inputs = np.full((max(1, len(numbers)), seq), part.end, np.int64)
     targets = np.full_like(inputs, IGNORE)

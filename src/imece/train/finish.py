@@ -1,4 +1,4 @@
-"""The end of a run: what the model has learned, on documents it never saw, and how to go on from here."""
+"""The end of a run: validates, compares with baselines, samples, and says how to go on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TEMPERATURE = 0.6
 
 
 def finish(session: Session, loop: Loop, watching: Watching) -> None:
-    """Validate on all that is held out; rank 0 compares, samples, and writes summary.json and the report."""
+    """Validate on everything held out; rank 0 compares, samples, and writes summary.json and the report."""
     held_out = session.prepared.tokens.validation
     val_loss = None
     if len(held_out.tokens):
@@ -42,7 +42,7 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
     saved = session.finish_save()
     watching.pass_on()
     with session.wrapped.gathered():
-        summary = _summary(session, val_loss) if session.mesh.rank == 0 else None  # it samples, alone
+        summary = _summary(session, val_loss) if session.mesh.rank == 0 else None  # rank 0 samples alone
     if summary is None:
         return
     _write(session, summary)
@@ -53,8 +53,8 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
 
 
 def end_early(session: Session, why: str) -> None:
-    """The same files of a run that ends in between, without what would need more steps or other ranks. Rank 0
-    writes them, if it has made a step. why: for the report, "stopped by SIGTERM"."""
+    """Write the same files for a run that ends early, without what would need more steps or other ranks. Rank
+    0 does it, if the run made a step. why: for the report, "stopped by SIGTERM"."""
     if session.mesh.rank == 0 and session.counted > session.first:
         summary = _figures(session) | {ENDED: why}
         _write(session, summary)
@@ -62,7 +62,7 @@ def end_early(session: Session, why: str) -> None:
 
 
 def _keep_plan(session: Session, counted: Footprint) -> str:
-    """What was predicted and what came, into its file; the same in a line."""
+    """Write what was predicted and what was measured into plan.json; returns both in a line."""
     prediction, path = session.prediction, session.folder.path
     came = measured(path, counted, session.first)
     keep(path, prediction, came)
@@ -70,7 +70,7 @@ def _keep_plan(session: Session, counted: Footprint) -> str:
 
 
 def is_finished(session: Session) -> bool:
-    """Whether all that `finish` makes of these steps is there: it may have been killed on the way."""
+    """Whether all files that `finish` makes for these steps exist: it may have been killed on the way."""
     path = session.folder.path
     try:
         summary = json.loads((path / "summary.json").read_bytes())
@@ -82,7 +82,8 @@ def is_finished(session: Session) -> bool:
 
 
 def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tuple[str, str]]:
-    """What a person may want to do now. saved: the last checkpoint is on the disk. usable: the model is."""
+    """Commands that the user may want next. saved: the last checkpoint is on the disk. usable: the model
+    is."""
     path = session.folder.path
     run = as_argument(path)
     if not saved:
@@ -173,7 +174,8 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
 
 
 def _prompt(session: Session) -> str:
-    """The beginning of a held-out document, or of the text if none is, or of a class where it is Python's."""
+    """The beginning of a held-out document, or of the text if none is held out; for Python's library, of a
+    class."""
     tokens = session.prepared.tokens
     if not session.config.data.paths:
         return "class Queue:\n    def __init__(self"
@@ -184,13 +186,13 @@ def _prompt(session: Session) -> str:
 
 
 def _sample(session: Session, prompt: str) -> dict[str, str] | None:
-    """The prompt, and it with what the model adds; None if the model's numbers are not finite."""
+    """The prompt, alone and with the model's continuation; None if the model's outputs are not finite."""
     tokenizer, model = session.prepared.tokenizer, session.model
-    if session.plan.mesh.deals:  # of which this rank has a part only
+    if session.plan.mesh.deals:  # this rank has only a part of the model
         if newest_kept(session) is None:
             return {"prompt": prompt, "text": f"{prompt} (no checkpoint is on the disk to sample from)"}
         model, _ = trained_model(session.folder, device=session.mesh.device)
-    ids = [tokenizer.before, *tokenizer.encode(prompt)]  # as training puts it before each document
+    ids = [tokenizer.before, *tokenizer.encode(prompt)]  # training puts this token before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
     tokens = generate(
         model,
@@ -213,7 +215,7 @@ def _sample(session: Session, prompt: str) -> dict[str, str] | None:
 def _write(session: Session, summary: dict[str, Any]) -> None:
     path = session.folder.path
     content = json.dumps(summary, indent=2) + "\n"
-    with contextlib.suppress(OSError):  # full disk: the checkpoint was the thing to save, and said so itself
+    with contextlib.suppress(OSError):  # a full disk: the checkpoint mattered more, and reported it
         write_whole(path / "summary.json", content.encode(), durable=True)
         write_loss_plot(path)
         write_report(path)

@@ -1,4 +1,4 @@
-"""The loop over steps: update, look, validate, save; until all steps are done or a signal comes."""
+"""The loop over steps: update, compare ranks, validate, save, until the last step or a signal."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from imece.train.watching import Watching
 
 
 class NotFiniteError(Exception):
-    """So many steps in a row had no finite gradient that going on makes no sense."""
+    """Too many steps in a row had no finite gradient to go on."""
 
 
 @dataclass(frozen=True)
 class _Together:
-    """One step over all ranks."""
+    """What all ranks know together of one step."""
 
-    loss: float  # nats a token
+    loss: float  # nats per token
     tokens: int
-    memory_bytes: int  # of the largest rank
-    signal: int  # that some rank got, else 0
-    newest: float = 0.0  # what Recovery wants to know
+    memory_bytes: int  # of the rank that uses most
+    signal: int  # one that some rank got, or 0
+    newest: float = 0.0  # for Recovery
     anew: float = 0.0
-    owes_save: bool = False  # a rank does
-    drifted: bool = False  # ranks that should hold the same do not
-    own: tuple[tuple[float, ...], ...] = ()  # of each rank, its time of the step before, by PHASES
+    owes_save: bool = False  # some rank owes a save
+    drifted: bool = False  # ranks hold different bits where they should not
+    own: tuple[tuple[float, ...], ...] = ()  # for each rank its own times of the step before, by PHASES
 
 
 class Loop:
-    """Runs a session's steps. Every rank has one, and all do the same."""
+    """Runs the steps of a session. Every rank has one, and all do the same."""
 
     def __init__(self, session: Session, watching: Watching, stop: Stop) -> None:
         self._session, self._watching, self._stop = session, watching, stop
-        self._save_s: float | None = None  # how long a save has held up the next step
+        self._save_s: float | None = None  # how long a save has delayed the next step
         mesh = session.mesh
         self._memory = UsedMemory(mesh)
         session.step.meanwhile = watching.tell
-        self._pending: dict[str, Any] | None = None  # of a step that is made and not yet told
+        self._pending: dict[str, Any] | None = None  # the record of a step that is made and not yet reported
         self._made: tuple[int, Outcome, float] | None = None  # the newest step
-        self._recovered: Recovered | None = None  # since the last step
-        self._own: tuple[float, ...] | None = None  # this rank's time of the last step, by PHASES
+        self._recovered: Recovered | None = None  # a recovery since the last step
+        self._own: tuple[float, ...] | None = None  # this rank's own times of the last step, by PHASES
         self._stragglers = Stragglers(session.config.watch.slow_ratio, mesh.size("pipeline"))
         self._drift = self._new_drift()
         peak = measured_peak(mesh.device, session.precision.dtype)
@@ -68,9 +68,9 @@ class Loop:
         self._tokens_per_s_of_rank = peak / flops
 
     def run(self) -> int:
-        """Go on to the last step; the signal that ended it before, or 0.
+        """Run to the last step. Returns the signal that ended it before, or 0.
 
-        NotFiniteError after `bad_steps` updates in a row that could not be made; DriftError.
+        NotFiniteError after `bad_steps` failed updates in a row; DriftError.
         """
         try:
             return self._run()
@@ -87,7 +87,7 @@ class Loop:
             index = session.done
             rate = learning_rate(index, config.steps, config.optimizer)
             outcome = session.step.run(index, rate)
-            self._count_bad(outcome)  # before others can get it from this rank
+            self._count_bad(outcome)  # before a rank that joins can copy it
             session.step_done()
             self._made = session.done, outcome, rate
             together = self._gather(outcome)
@@ -105,12 +105,13 @@ class Loop:
             self._tell(record)
             ends = last or together.signal > 0
             if ends or session.owes_save or _due(session.done, config.checkpoint.every):
-                # Before its checkpoint: who is killed and goes on from there would never have the record.
+                # Before the checkpoint: a run that is killed and resumes from there would never have the
+                # record.
                 self._watching.tell()
                 began = time.perf_counter()
                 if self._save(ends):
                     self._save_s = time.perf_counter() - began
-                    session.clock.lap()  # neither this nor validation is a part of the next step
+                    session.clock.lap()  # save and validation are no part of the next step
             if together.signal:
                 return together.signal
             if moves_on and not last:
@@ -118,7 +119,7 @@ class Loop:
         return 0
 
     def recovered(self, recovered: Recovered) -> None:
-        """The session has come into another generation: `run` goes on in it."""
+        """The session is in a new generation, in which `run` goes on."""
         session, generation = self._session, recovered.generation
         self._recovered = recovered
         self._drift, self._own = self._new_drift(), None
@@ -138,10 +139,10 @@ class Loop:
             self._save(last)
 
     def _save(self, ends: bool) -> bool:
-        """What is due, and whether it was. All ranks call it.
+        """Save if it is due; returns whether it was. All ranks call this.
 
-        Not after a skipped step: if many follow, their checkpoints would push out those of before. The next
-        step that is made makes up for it. Where none follows, since the run `ends`, nothing must be lost.
+        Not after a skipped step: if many steps are skipped, their checkpoints would push out the good ones.
+        The next step that is made catches up. But if the run `ends`, it saves, so that nothing is lost.
         """
         session = self._session
         if session.skipped_steps and not ends:
@@ -153,7 +154,7 @@ class Loop:
         return True
 
     def _put_back(self) -> None:
-        """Where somebody has removed or moved the run folder, checkpoints alone would be of no use."""
+        """Restore the run folder if somebody removed or moved it: checkpoints alone would be useless."""
         folder = self._session.folder
         try:
             gone = folder.put_back(self._session.config, self._session.prepared.tokenizer)
@@ -167,9 +168,9 @@ class Loop:
             )
 
     def _make_up(self) -> bool:
-        """The figures of a step after which a rank died: of those ranks that have them. All ranks call it.
+        """Report the step after which a rank died, by ranks that have its figures. All ranks call this.
 
-        Whether a save is still to be made.
+        Returns whether a save is still to be made.
         """
         made = self._made
         mine = made if made is not None and made[0] == self._session.done else None
@@ -180,12 +181,12 @@ class Loop:
         return together.owes_save
 
     def _tell(self, record: dict[str, Any]) -> None:
-        """On a GPU once it has the next step to do, which the host would keep it from."""
+        """Report a step; on a GPU only after the next one is queued, because reporting would delay that."""
         self._pending = None
         self._watching.step(record, self._session.mesh.device.type == "cuda")
 
     def validate(self, most_tokens: int) -> float:
-        """Nats a token of the held-out part, over all ranks."""
+        """Nats per token of the held-out part, over all ranks."""
         session, group = self._session, self._session.mesh.data_group
         nats, tokens = evaluate(
             session.wrapped.module,
@@ -205,7 +206,7 @@ class Loop:
         return float(total / count)
 
     def _check_came(self) -> None:
-        """PeerLostError if what came over a GPU last may be no sum."""
+        """PeerLostError if the last sums over GPUs may be wrong."""
         if self._session.recovery is not None:
             self._session.recovery.member.aborting.check()
 
@@ -228,7 +229,7 @@ class Loop:
         mine = sent(torch.tensor(row, dtype=torch.float64), device)
         mine[-1] = self._drift.digest(self._session.done)
         everybodys = mine.new_empty(mesh.world_size * len(mine))
-        with self._session.clock.phase("exposed"):  # it waits for the slowest rank
+        with self._session.clock.phase("exposed"):  # waits for the slowest rank
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine)).tolist()
         self._check_came()
@@ -278,7 +279,7 @@ class Loop:
         return record
 
     def _own_times(self, lap: Lap, outcome: Outcome) -> tuple[float, ...] | None:
-        """By PHASES, for an even share of the global batch: who has more to do is not slow."""
+        """By PHASES, scaled to an even share of the global batch: a rank with more work is not slow."""
         plan = self._session.plan
         share = outcome.computed * plan.ranks * plan.mesh.context / plan.tokens
         return tuple(lap.own.get(phase, 0.0) / share for phase in PHASES) if share else None
@@ -288,7 +289,7 @@ class Loop:
         return Drift(session.wrapped, session.optimizers, session.config.watch.drift_every)
 
     def _watch(self, together: _Together, record: dict[str, Any]) -> None:
-        """Who is slow, and who holds what the others do not; notes, and what belongs into the record."""
+        """Find slow ranks and drift; notes them, and adds them to the record."""
         if self._session.config.watch.slow_ratio and not math.isnan(sum(map(sum, together.own))):
             before = self._stragglers.slow
             if self._stragglers.add(together.own):
@@ -301,7 +302,7 @@ class Loop:
             self._mend(record)
 
     def _mend(self, record: dict[str, Any]) -> None:
-        """All ranks call it, and end together: those with other parts of the model see nothing of it."""
+        """All ranks call this and end together: ranks with other parts of the model do not see the drift."""
         step, mesh = self._session.done, self._session.mesh
         try:
             mine = [self._drift.mend(step), []]
@@ -320,7 +321,8 @@ class Loop:
         record["drift"] = "; ".join(said)
 
     def _validate_now(self, record: dict[str, Any]) -> None:
-        """At the end `finish` reads all that is held out; here it is for the checkpoint to be judged by."""
+        """Validate, so that the checkpoint can be judged. At the end `finish` reads everything held out
+        instead."""
         session = self._session
         if not len(session.prepared.tokens.validation.tokens):
             return
@@ -343,16 +345,17 @@ class Loop:
             session.bad_steps += 1
 
     def _is_bad(self) -> bool:
-        """Of a step that was skipped: whether it was not for a loss that is too large for fp16 alone."""
+        """Whether a skipped step was bad, i.e. had another cause than a loss too large for fp16."""
         session = self._session
-        # The loss is a sum over a micro-batch: by so much its scale may go below 1, and nothing is wrong yet.
+        # The loss is a sum over a micro-batch, so its scale may fall this far below 1 without anything being
+        # wrong.
         return session.step.scale * session.plan.micro * session.plan.seq < 1
 
     def _skipped(self, index: int, outcome: Outcome, record: dict[str, Any]) -> None:
         session = self._session
         self._watching.note(f"step {session.done} skipped on all ranks: {outcome.skipped}")
         if not self._is_bad():
-            return  # it was too large for fp16, and is smaller now
+            return  # the loss was too large for fp16; its scale is smaller now
         lines = session.step.blame(index)
         session.clock.lap()
         for line in lines or ["no rank when computed once more: a fault of the hardware, or of the sum?"]:

@@ -1,4 +1,4 @@
-"""What a run with adapters has trained, as a model without: W + alpha / rank * B A in place of each W."""
+"""A model trained with adapters, as a model without them: W + alpha / rank * B A replaces each W."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from imece.train.config import LoraSection
 
 @dataclass(frozen=True)
 class Merged:
-    """A checkpoint of adapters and the base that it was trained on, which it knows by digests (`Source`).
+    """A checkpoint of adapters together with its base, which it identifies by digests; it is a `Source`.
 
-    All is float32, each sum rounded once. A quantised base is the numbers that its codes stand for, with
-    which the adapters were trained.
+    Everything is float32, each sum rounded once. A quantised base has the values that its codes stand for,
+    with which the adapters were trained.
     """
 
     saved: Saved
     base: Source
     where: str
-    """The base, as a person named it."""
+    """The base, as the user named it."""
     lora: LoraSection
 
     @property
@@ -41,7 +41,7 @@ class Merged:
         return self.base.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.base.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -49,7 +49,7 @@ class Merged:
 
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:
-        """All of it, on the CPU. UserError if it cannot be read, or if the base is another by now."""
+        """The whole tensor, on the CPU. UserError if it cannot be read, or if the base has changed since."""
         own = name.removeprefix(MODEL)
         weight = self.base.tensor(name).float()
         read = weight
@@ -65,20 +65,20 @@ class Merged:
         if module == live:
             return weight
         a, b = (self.saved.tensor(f"{MODEL}{module}{end}").double() for end in (ADAPTER_A, ADAPTER_B))
-        # Products of two float32 are exact here.
+        # A product of two float32 is exact in float64.
         return (b @ a).mul_(self.lora.alpha_or_usual / self.lora.rank).add_(weight).float()
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
-        """The elements [start, stop) of the flat tensor, on the CPU. UserError as `tensor`."""
+        """The elements [start, stop) of the flat tensor, on the CPU. UserError as from `tensor`."""
         return self.tensor(name).view(-1)[start:stop]
 
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
-        """Its elements from `start` on into a tensor, all of it. UserError as `tensor`."""
+        """Fill all of `target` with the tensor's elements from `start` on. UserError as from `tensor`."""
         found = self.slice(name, start, start + target.numel())
         target.detach().copy_(found.view(target.shape))
 
     def _digest(self, live: str) -> str:
-        """Of a parameter of the base when the adapters were trained; "" for one that it had not."""
+        """The digest of a parameter of the base when the adapters were trained; "" if it did not exist."""
         name = LEFT_OUT + live
         return bytes(self.saved.tensor(name).tolist()).hex() if name in self._kept else ""
 

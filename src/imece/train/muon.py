@@ -1,8 +1,9 @@
-"""Muon whose matrices of one shape are iterated together on a GPU.
+"""Muon that iterates all matrices of one shape together on a GPU.
 
-torch's takes one matrix after the other, some thirty kernels each: a model of many small matrices waits for
-its host to launch them. Together it is as many for all of a shape. Nothing else differs: groups, state and
-names are torch's, and on a CPU, where it gains nothing, the arithmetic too.
+torch's Muon takes one matrix after the other, with some thirty kernels each, so a model of many small
+matrices waits for its host to launch them. Together they need only as many for each shape. Nothing else
+differs: groups, state and names are torch's. On a CPU, where this gains nothing, the arithmetic is torch's
+too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-_AT_ONCE_BYTES = 256 * 2**20  # of directions, in bf16: large matrices are enough work one by one
+_AT_ONCE_BYTES = 256 * 2**20  # of update directions in bf16; larger matrices keep a GPU busy one by one
 
 
 class Muon(torch.optim.Muon):
@@ -51,7 +52,7 @@ class Muon(torch.optim.Muon):
 
 
 def alike(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Places of parameters of one shape and dtype, as many as are iterated at once."""
+    """Indices of parameters with one shape and dtype, as many as are iterated at once."""
     places: defaultdict[object, list[int]] = defaultdict(list)
     for at, each in enumerate(parameters):
         places[each.shape, each.dtype, each.device].append(at)
@@ -66,7 +67,7 @@ def update(
     lr: float, rate: float, weight_decay: float, momentum: float, nesterov: bool,
     ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float,
 ) -> None:  # fmt: skip
-    """Of matrices [rows, columns] of one shape, in place. rate: `lr` as it is for this shape."""
+    """Update matrices [rows, columns] of one shape in place. rate: `lr` adjusted to this shape."""
     torch._foreach_lerp_(momenta, gradients, 1 - momentum)
     ahead = torch._foreach_lerp(gradients, momenta, momentum) if nesterov else momenta
     directions = orthogonalised(torch.stack(list(ahead)), ns_coefficients, ns_steps, eps)
@@ -77,7 +78,8 @@ def update(
 def orthogonalised(
     matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Nearly U V^T of each U S V^T [matrices, rows, columns], by Newton-Schulz in bf16, of the same shape."""
+    """Approximately U V^T for each U S V^T of [matrices, rows, columns], by Newton-Schulz in bf16; same
+    shape."""
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = (matrices.mT if is_tall else matrices).bfloat16()

@@ -1,4 +1,4 @@
-"""The optimizers of a run, each with its own parameters."""
+"""Makes the optimizers of a run, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from imece.train.precision import multiplies_bf16
 def make_optimizers(
     model: nn.Module, section: OptimizerSection, device: torch.device | None = None
 ) -> list[Optimizer]:
-    """Every parameter is in one of them. Weight decay pulls on matrices only, not on the scales of norms.
+    """Every parameter is in exactly one optimizer. Weight decay applies to matrices, not to the scales of
+    norms.
 
-    model: a Transformer, or its layers that a rank of a pipeline has, by the same names.
-    adamw: AdamW (Loshchilov and Hutter 2019) for all. muon: Muon (Jordan et al. 2024) for the matrices
-    of the blocks, its update scaled to AdamW's usual size (Liu et al. 2025), so that one learning rate serves
-    both; AdamW for embedding, head and norms, which are no maps from channels to channels. On a processor
-    that only emulates bf16 torch's Muon iterates as `orthogonalised` does, in the whole of this process.
-    device: on which they will step; by default where the parameters are.
+    model: a Transformer, or a pipeline rank's layers under the same names.
+    adamw: AdamW (Loshchilov and Hutter 2019) for all. muon: Muon (Jordan et al. 2024) for the matrices of the
+    blocks, its update scaled to AdamW's usual size (Liu et al. 2025), so that one learning rate serves both;
+    AdamW for embedding, head and norms, which do not map channels to channels. On a processor that only
+    emulates bf16, torch's Muon iterates as `orthogonalised` does, everywhere in this process.
+    device: where they will step; by default where the parameters are.
 
-    Groups may be empty: in a checkpoint of several stages they go by their place.
+    Groups may be empty: checkpoints of several stages identify groups by their position.
     """
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     inner = [each for name, each in trained.items() if name.startswith("blocks.") and each.ndim == 2]
@@ -52,10 +53,11 @@ def make_optimizers(
 def orthogonalised(
     grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
 ) -> Tensor:
-    """Nearly U V^T of grad = U S V^T, by Muon's iteration (Newton-Schulz, quintic): fp32, of the same shape.
+    """Approximately U V^T for grad = U S V^T, by Muon's iteration (Newton-Schulz, quintic), in fp32; same
+    shape.
 
-    torch's has its products in bf16, which where a processor only emulates them take nine times as long as in
-    fp32, and a step of a small model five times.
+    torch's products are in bf16. A processor that only emulates bf16 takes nine times as long for them as in
+    fp32, and five times for the whole step of a small model.
     """
     a, b, c = ns_coefficients
     is_tall = grad.size(0) > grad.size(1)

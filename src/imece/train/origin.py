@@ -1,10 +1,10 @@
-"""The folder whose model a run begins with: one in Hugging Face's format, or another run.
+"""The folder that a run begins from: a model in Hugging Face's format, or another run.
 
-Its weights are read once, before the first step: each rank reads what it keeps of them. All else that the run
-needs of it, the shape and the tokenizer, lies in the run's own folder from then on:
+Its weights are read once, before the first step; each rank reads what it keeps. Shape and tokenizer are
+copied, so that the run needs only its own folder from then on:
 
     from/config.json       the shape, in Hugging Face's format
-    from/tokenizer.json    and what else belongs to the tokenizer, as it was: `imece export` writes it again
+    from/tokenizer.json    and the tokenizer's other files, unchanged: `imece export` writes them again
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from imece.train.merged import Merged
 from imece.train.run_folder import RunFolder, Which, read_shape
 from imece.writing import write_whole
 
-_LONGEST = 512  # tokens of a sequence, where nothing is said: contexts are as long as 131,072
+_LONGEST = 512  # default length of sequences in tokens: contexts may have up to 131,072
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model on the disk, as a checkpoint (`Source`) that has its parameters and nothing else."""
+    """A model on the disk as a checkpoint (`Source`) that has parameters and nothing else."""
 
     config: TransformerConfig
     _of: HuggingFaceModel | Saved | Merged
-    _prefix: str  # of the names there
+    _prefix: str  # of the names in the folder
 
     @property
     def folder(self) -> Path:
@@ -63,14 +63,14 @@ class Weights:
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self._of.dtype(self._there(name))
 
     def tensor(self, name: str) -> Tensor:
-        """All of it, on the CPU. UserError if it cannot be read."""
+        """The whole tensor, on the CPU. UserError if it cannot be read."""
         return self._of.tensor(self._there(name))
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
@@ -78,7 +78,8 @@ class Weights:
         return self._of.slice(self._there(name), start, stop)
 
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
-        """Its elements from `start` on into a tensor, all of it. UserError if they cannot be read."""
+        """Fill all of `target` with the tensor's elements from `start` on. UserError if they cannot be
+        read."""
         self._of.fill(target.detach(), self._there(name), start)
 
     def _there(self, name: str) -> str:
@@ -86,7 +87,7 @@ class Weights:
 
 
 def open_weights(name: str) -> Weights:
-    """The model of a folder; of a run, its best checkpoint. UserError for what is wrong with it."""
+    """The model in a folder; for a run, its best checkpoint. UserError if the folder is wrong."""
     folder = Path(os.path.expanduser(name))
     if not os.path.isdir(folder):
         raise UserError(
@@ -104,9 +105,7 @@ def open_weights(name: str) -> Weights:
 
 
 def trained(run: RunFolder, saved: Saved) -> Saved | Merged:
-    """What a checkpoint has of the whole model; where adapters were trained, with them in it. UserError if
-    their base is gone.
-    """
+    """A checkpoint's whole model; adapters are merged into it. UserError if their base is gone."""
     config = run.config()
     if not config.lora.rank:
         return saved
@@ -117,7 +116,7 @@ def trained(run: RunFolder, saved: Saved) -> Saved | Merged:
 def trained_model(
     run: RunFolder, which: Which = "last", device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Saved]:
-    """What a run has trained, ready for evaluation; adapters are in its weights."""
+    """The model that a run trained, ready for evaluation, with adapters merged into its weights."""
     saved = run.saved(which)
     with torch.device("meta"):
         model = Transformer(read_shape(saved.state["model"]))
@@ -129,7 +128,7 @@ def trained_model(
 
 
 def open_base(config: TrainConfig, run: RunFolder) -> Weights:
-    """The model beside which a run trains adapters. UserError for what is wrong with it."""
+    """The model beside which a run trains adapters. UserError if its folder is wrong."""
     name = config.model.weights
     if run.config_file.exists() and not os.path.isdir(os.path.expanduser(name)):
         raise UserError(
@@ -146,9 +145,9 @@ def open_base(config: TrainConfig, run: RunFolder) -> Weights:
 
 
 def keep(config: TrainConfig) -> None:
-    """Put into the run's folder what it needs of the folder that it begins with, unless it is there.
+    """Copy what the run needs from the folder that it begins from into the run folder, unless it is there.
 
-    Any number of processes may call it at once. UserError for what is wrong with that folder or this one.
+    Any number of processes may call this at once. UserError if one of the two folders is wrong.
     """
     run = RunFolder(config.folder)
     if not config.model.weights or (run.origin / CONFIG).exists():
@@ -156,13 +155,14 @@ def keep(config: TrainConfig) -> None:
     shape = _check(config)
     source = RunFolder(Path(os.path.expanduser(config.model.weights)))
     files = dict[str, Path]()
-    for folder in (source.path, source.origin):  # of a run, what it has kept itself counts
+    for folder in (source.path, source.origin):  # a run's own copy takes precedence
         files |= {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
     try:
         run.origin.mkdir(parents=True, exist_ok=True)
         for name, path in files.items():
             write_whole(run.origin / name, path.read_bytes(), durable=True)
-        # Last: once it is there, all of it is. As it is, for what it says besides the shape.
+        # Last, so that its presence means the copy is complete. Copied unchanged, because it says more than
+        # the shape.
         for path in (source.origin / CONFIG, source.path / CONFIG):
             if path.exists():
                 content = path.read_bytes()
@@ -178,7 +178,7 @@ def keep(config: TrainConfig) -> None:
 
 
 def _check(config: TrainConfig) -> TransformerConfig:
-    """The shape. UserError unless folder, tokenizer and config go together."""
+    """The shape. UserError unless folder, tokenizer and config fit together."""
     name = config.model.weights
     shape = open_weights(name).config
     sequence_length(config, shape)
@@ -193,7 +193,7 @@ def _check(config: TrainConfig) -> TransformerConfig:
 
 
 def shape_of(config: TrainConfig, vocab_size: int) -> TransformerConfig:
-    """Of the run's model; vocab_size: of the tokenizer, for one of random weights. UserError."""
+    """The shape of the run's model. vocab_size: the tokenizer's, for random weights. UserError."""
     if not config.model.weights:
         return config.model.shape(vocab_size)
     kept = RunFolder(config.folder).origin / CONFIG
@@ -201,7 +201,7 @@ def shape_of(config: TrainConfig, vocab_size: int) -> TransformerConfig:
 
 
 def sequence_length(config: TrainConfig, shape: TransformerConfig) -> int:
-    """Tokens in the sequences that this model is trained on. UserError for more than it has positions."""
+    """Tokens per training sequence. UserError if the model has fewer positions."""
     if not config.model.weights:
         return shape.max_seq
     asked = config.model.max_seq

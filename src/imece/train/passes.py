@@ -31,35 +31,35 @@ class MicroBatch(NamedTuple):
     """Sequences that go through the model together."""
 
     inputs: Tensor  # int64 [micro, seq / context]
-    targets: Tensor  # the same
+    targets: Tensor  # int64 [micro, seq / context]
     tokens: int  # that count: all or none
-    place: int  # of the first among the sequences of the global batch
+    place: int  # of the first sequence in the global batch
 
 
 class Brought(NamedTuple):
-    """Of a micro-batch: its loss, and the parameters of this rank whose gradients by it are not finite."""
+    """What one micro-batch yields: its loss, and this rank's parameters whose gradients are not finite."""
 
-    loss: float | None  # nats a token; None: another stage knows it
+    loss: float | None  # nats per token; None: another stage knows it
     names: list[str]
 
 
 class Passes(Protocol):
-    """What all ranks do with their micro-batches at once, each with as many."""
+    """What all ranks do with their micro-batches together; each has equally many."""
 
     def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
-        """Add the gradient of the mean over all tokens of all ranks to what each holds of it. Returns the
-        nats of this rank's tokens, an fp64 scalar."""
+        """Add the gradient of the mean over all tokens of all ranks to what each rank holds. Returns the nats
+        of this rank's tokens, an fp64 scalar."""
 
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]."""
+        """Nats of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]."""
 
     def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
-        """Of each micro-batch what it brings alone, and None where that is finite. Nothing is summed, and
-        only ranks that make forwards together wait for each other."""
+        """For each micro-batch what it yields alone, or None if that is finite. Nothing is summed, and only
+        ranks that make forwards together wait for each other."""
 
 
 def trained(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """What of this rank's parameters is trained, by name."""
+    """This rank's trained parameters, by name."""
     return {name: each for name, each in model.module.named_parameters() if each.requires_grad}
 
 
@@ -81,7 +81,7 @@ class InTurn:
         self._positions = context.positions(seq, device=model.device) if context.ranks > 1 else None
 
     def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
-        # The sum stays on the device: reading it after each micro-batch would make a GPU wait.
+        # The sum stays on the device: reading it after each micro-batch would make the host wait for a GPU.
         nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
         for number, each in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
@@ -119,7 +119,7 @@ class InTurn:
 
 
 class StageLoss:
-    """What the last stage makes of logits: nats a token, of all targets, whether they count or not."""
+    """The last stage's loss: nats per token of all targets, whether they count or not."""
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self.scaler = scaler
@@ -133,7 +133,8 @@ class StageLoss:
 
 
 class InPipeline:
-    """All micro-batches through the stages of a pipeline, as its schedule says. Nothing is drawn there."""
+    """All micro-batches go through the stages of a pipeline, in its schedule's order. Nothing random is drawn
+    there."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class InPipeline:
             return self._pipeline.evaluate(inputs, targets) * targets.numel()
 
     def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
-        """Each stage sees the gradients of one micro-batch after the other, in their order."""
+        """Each stage sees the gradients of one micro-batch after the other, in order."""
         found: list[set[str]] = [set() for _ in micro_batches]
         losses: list[float] = []
         self._loss.heard = losses
@@ -184,7 +185,7 @@ class InPipeline:
 
     @contextlib.contextmanager
     def _listening(self, found: list[set[str]]) -> Iterator[None]:
-        """found: of each micro-batch, to which the parameters come whose gradients are not finite."""
+        """found: for each micro-batch, receives the parameters whose gradients are not finite."""
         hooks: list[RemovableHandle] = []
         for name, parameter in trained(self._model).items():
             coming = iter(found)
@@ -203,7 +204,7 @@ class InPipeline:
 
 
 def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:
-    """The names of those that are not."""
+    """The names of tensors that are not finite."""
     return [name for name, each in tensors.items() if each is not None and not bool(each.isfinite().all())]
 
 

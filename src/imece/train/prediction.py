@@ -1,4 +1,4 @@
-"""What the planner says of a run before its first step, and plan.json, where that stands beside what came."""
+"""The planner's prediction for a run, and plan.json, which has it beside what was measured."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ from imece.train.dividing import train_units
 from imece.train.precision import Precision
 from imece.writing import write_whole
 
-_WARM = 3  # steps at the beginning that are slower
+_WARM = 3  # slower steps at the beginning, not counted
 _FIRST_STEP_BYTES = 70 << 20
-"""On a CPU, of libraries: code that only a step runs, oneDNN's own memory, what the allocator cannot fill.
-Measured with torch 2.13: what a process of the preset "small" has more than its tensors after some steps."""
+"""On a CPU, memory of libraries: code that only a step runs, oneDNN's buffers, gaps in the allocator.
+Measured with torch 2.13: what a process of the preset "small" has beyond its tensors after some steps."""
 _UNKNOWN = "no figures of this machine: imece plan --here measures them"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is on, as far as it is known."""
+    """What is known of the machine that a run is on."""
 
     cluster: Cluster
-    is_measured: bool  # or else only its memory counts
-    shares_memory: bool = False  # the ranks of a host are on CPUs: each has what the others share mapped
+    is_measured: bool  # if not, only its memory is known
+    shares_memory: bool = False  # CPU ranks of one host: each maps what the others share
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one strategy on this machine."""
+    """The prediction for one strategy on this machine."""
 
     candidate: Candidate
     machine: Machine
     mapped: int = 0
-    """Bytes of the memory that CPU ranks of a host share and that is counted for each of them: what others
-    have in it, and copies for when one dies."""
+    """Bytes of shared memory that is counted for each CPU rank of a host: the other ranks' parts in it, and
+    copies for recovery."""
 
     @property
     def needed(self) -> int:
-        """Bytes of a rank's whole process, as the system counts them; on a GPU those on the card."""
+        """Bytes of a rank's whole process as the system counts them; on a GPU, those on the card."""
         return self.candidate.needed + self.mapped
 
     @property
     def step_s(self) -> float | None:
-        """None where the machine was not measured."""
+        """None if the machine was not measured."""
         return self.candidate.seconds if self.machine.is_measured else None
 
     def describe(self) -> str:
-        """For the header."""
+        """For the run's header."""
         size = f"{gigabytes(self.needed)} a rank"
         if self.candidate.memory.host:
             size += f" and {gigabytes(self.candidate.memory.host)} of the host's memory"
@@ -83,7 +83,7 @@ class Prediction:
         return f"{size}, {milliseconds(self.step_s)} a step, {tokens_per_s:,.0f} tokens/s"
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """For plan.json."""
         candidate, step_s = self.candidate, self.step_s
         return {
             "plan": title(candidate.setup),
@@ -102,9 +102,9 @@ class Prediction:
 
 
 def machine_of(mesh: Mesh, model_bytes: int = 0) -> Machine:
-    """What imece plan --here has kept of this machine; or else a preset with the memory that there is.
+    """What `imece plan --here` has measured of this machine; otherwise a preset with this machine's memory.
 
-    model_bytes: of what this process, on a CPU, has of the model now; all else that it takes is outside.
+    model_bytes: what this process, on a CPU, already has of the model; all its other memory counts as taken.
     """
     found = _machine_of(mesh)
     if mesh.device.type != "cpu":
@@ -120,7 +120,7 @@ def _outside(model_bytes: int) -> int:
 def _machine_of(mesh: Mesh) -> Machine:
     hosts = len(mesh.hosts)
     each = max(len(host) for host in mesh.hosts)
-    with contextlib.suppress(UserError):  # a file that is damaged is as good as none
+    with contextlib.suppress(UserError):  # a damaged file counts as none
         kept = kept_cluster(each)
         if kept is not None and (kept.gpu.multiprocessors == 1) == (mesh.device.type == "cpu"):
             return Machine(replace(kept, hosts=hosts), hosts == 1)
@@ -135,9 +135,10 @@ def predict(
     strategy: str, config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision,
     machine: Machine, *, copies: bool = False,
 ) -> Prediction:  # fmt: skip
-    """Of the run with that strategy. copies: whether each rank keeps copies of its part, for when it dies."""
+    """The prediction for the run with that strategy. copies: whether each rank keeps copies of its part for
+    recovery."""
     cluster = machine.cluster
-    ranks = plan.ranks * plan.mesh.context  # of data: they share states out
+    ranks = plan.ranks * plan.mesh.context  # data-parallel ranks, which shard states
     shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
     itemsize = 4 if precision.name == "fp32" else 2
     recipe = Recipe(
@@ -155,7 +156,7 @@ def predict(
         precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
     model = from_shape(config.model.name, shape)
-    name = cast(Strategy, strategy)  # as data_parallel/strategy.py has them
+    name = cast(Strategy, strategy)  # same names as in data_parallel/strategy.py
     parallel = Parallel(
         strategy=name, data=plan.ranks, shard=shard.get(strategy, ranks), context=plan.mesh.context,
         tensor=plan.mesh.tensor, sequence=plan.mesh.sequence, pipeline=plan.mesh.pipeline,
@@ -173,14 +174,15 @@ def _adapters(lora: LoraSection) -> Adapters:
 
 
 def _rank_on_all(lora: LoraSection, shape: TransformerConfig) -> int:
-    """Of adapters beside all matrices of a block, which have as many parameters as those beside some."""
+    """The rank of adapters beside all matrices of a block that have as many parameters as those beside
+    some."""
     q, kv, mlp = (shape.width + other for other in (shape.q_width, shape.kv_width, shape.mlp_width))
     sides = {"q": q, "k": kv, "v": kv, "out": q, "gate": mlp, "up": mlp, "down": mlp}
     return max(1, round(lora.rank * sum(sides[name] for name in lora.targets) / sum(sides.values())))
 
 
 def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
-    """Of the ranks of one host: what lies in shared memory, and its last two states in copies of it."""
+    """Bytes for the ranks of one host: shared memory, and copies of a rank's last two states in it."""
     counted, ranks = _counted(setup, cluster), min(setup.parallel.ranks, cluster.gpus_per_host)
     shared = counted["gradients"] + counted["communication"]
     part = counted["optimizer"]
@@ -200,9 +202,8 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
 
 
 def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
-    """What data_parallel/footprint.py counts after a step: without copies that autocast makes, and gradients
-    that micro-batches keep whole.
-    """
+    """What data_parallel/footprint.py counts after a step: without autocast's copies and without gradients
+    that micro-batches keep whole."""
     precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
     plain = replace(setup, recipe=replace(setup.recipe, precision=precision, accumulation=1))
     found = memory(plain, framework=framework_on(cluster))
@@ -216,14 +217,15 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
 
 
 def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:
-    """Into the run folder; a disk that is full is told of by whoever writes figures and checkpoints."""
+    """Write plan.json into the run folder. A full disk is reported by whoever writes figures and
+    checkpoints."""
     content = {"version": VERSION, "predicted": prediction.as_json(), "measured": measured}
     with contextlib.suppress(OSError):
         write_whole(folder / PLAN_FILE, (json.dumps(content, indent=2) + "\n").encode(), durable=True)
 
 
 def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:
-    """From the records of the steps after `since`."""
+    """Measurements from the records of steps after `since`."""
     records = [record for record in read_metrics(folder) if record["step"] > since + _WARM]
     steps_s = [float(record["step_s"]) for record in records if "step_s" in record]
     step_s = statistics.median(steps_s) if steps_s else None

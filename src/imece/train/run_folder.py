@@ -1,4 +1,4 @@
-"""One folder holds all of a run, and is all that a later command needs."""
+"""The run folder: holds everything of one run, and is all that a later command needs."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The whole resolved config; the folder is a run folder once it is there."""
+        """The complete config; a folder is a run folder once this file exists."""
         return self.path / "config.toml"
 
     @property
     def origin(self) -> Path:
-        """What is kept of the folder whose model it began with: see origin.py."""
+        """Copies from the folder that the run began from: see origin.py."""
         return self.path / "from"
 
     @property
     def tokenizer_file(self) -> Path:
-        """Where it is, or is to be made."""
+        """Where the tokenizer is or will be."""
         kept = self.origin / "tokenizer.json"
         return kept if kept.exists() else self.path / kept.name
 
@@ -60,7 +60,7 @@ class RunFolder:
 
     @property
     def is_open(self) -> bool:
-        """Whether ranks have begun with it: until then it holds only what the next command makes again."""
+        """Whether ranks have started on it: until then the next command could make everything in it again."""
         return any(os.path.lexists(path) for path in (self.path / FIGURES, self.checkpoints))
 
     def tokens(self, config: TrainConfig) -> Path:
@@ -69,7 +69,7 @@ class RunFolder:
         return Path(os.path.expanduser(folder)) if folder else self.path / "tokens"
 
     def config(self) -> TrainConfig:
-        """UserError if this is no run folder, or its config cannot be read."""
+        """The run's config. UserError if this is no run folder, or the config cannot be read."""
         try:
             os.stat(self.config_file)
         except (FileNotFoundError, NotADirectoryError):
@@ -83,13 +83,13 @@ class RunFolder:
         return read_toml(self.config_file)
 
     def begin(self, config: TrainConfig, lock: RunLock | None = None) -> bytes | None:
-        """Make the folder, or go on with the run that it holds; from here on `config` is its config, in which
-        the names of texts do not depend on the folder that a command is started in.
+        """Make the folder, or go on with the run in it. From then on `config` is its config, with absolute
+        paths to texts.
 
-        Returns what the config's file held before, None if it was not there. lock: of the folder; it begins
-        before anything is changed. UserError if the run is under way in another command, if the folder holds
-        another run, or one of more steps, or one whose checkpoints are gone, or files that are no run, or if
-        it cannot be written to.
+        Returns the config file's previous content, None if there was none. lock: the folder's; it is taken
+        before anything changes. UserError if another command is running this run, if the folder holds another
+        run, one with more steps, one whose checkpoints are gone, or files that are no run, or if it cannot be
+        written.
         """
         made = self.to_make()
         try:
@@ -105,7 +105,7 @@ class RunFolder:
             if lock is not None:
                 lock.begin()
             before = None
-            if self.config_file.exists():  # perhaps since a moment ago
+            if self.config_file.exists():  # perhaps only since a moment ago
                 self._check_same(config)
                 self._check_steps(config)
                 self._check_checkpoints()
@@ -116,7 +116,7 @@ class RunFolder:
                 write_whole(self.config_file, content, durable=True)
             return before
         except OSError as error:
-            with suppress(OSError):  # if it is not empty, above all
+            with suppress(OSError):  # above all if it is not empty
                 if made:
                     (self.path / FILE).unlink(missing_ok=True)
                 for folder in made:
@@ -132,9 +132,8 @@ class RunFolder:
 
     @contextmanager
     def begun(self, config: TrainConfig, lock: RunLock | None = None) -> Iterator[None]:
-        """`begin`, which is taken back if what follows ends the command, by a mistake, Ctrl-C or whatever
-        else: with another one, a person can then mend any option. UserError as `begin`.
-        """
+        """`begin`, but undone if the code inside fails by a mistake, Ctrl-C or anything else, so that the
+        user can then change any option. UserError as from `begin`."""
         made = self.to_make()
         before = self.begin(config, lock)
         try:
@@ -148,14 +147,14 @@ class RunFolder:
             raise
 
     def to_make(self) -> list[Path]:
-        """The folders that are not there yet, the run's own first, then those around it."""
+        """The folders that do not exist yet: the run's own first, then those around it."""
         return list(takewhile(lambda folder: not os.path.lexists(folder), (self.path, *self.path.parents)))
 
     def take_back(self, config: TrainConfig, made: Sequence[Path]) -> None:
-        """What a run has before its first step, and no file that others have put there meanwhile. OSError.
+        """Remove what a run has before its first step, but no file that others put there meanwhile. OSError.
 
-        made: the folders that go too, as `to_make` named them before; one that was there may be a link, or
-        have permissions that a new one would not.
+        made: the folders to remove as well, as `to_make` named them. A folder that existed before may be a
+        link, or have permissions that a new one would not.
         """
         self._discard(config)
         for path in (self.config_file, self.path / FILE):
@@ -164,7 +163,7 @@ class RunFolder:
             folder.rmdir()
 
     def _discard(self, config: TrainConfig) -> None:
-        """What was made for this config before any rank has begun. OSError."""
+        """Remove what was made for this config before any rank started. OSError."""
         tokenizer = self.path / "tokenizer.json"
         lock = tokenizer.with_name(f".{tokenizer.name}.lock")
         kept = (self.origin / name for name in (CONFIG, *TOKENIZER_FILES))
@@ -175,11 +174,12 @@ class RunFolder:
             discard(Path(tokens))
         for folder in {tokens, checkpoints, os.path.abspath(self.origin)} - {run}:
             if Path(folder).is_relative_to(run):
-                with suppress(OSError):  # it is not there, or holds something else too
+                with suppress(OSError):  # it is missing, or holds something else too
                     os.rmdir(folder)
 
     def put_back(self, config: TrainConfig, tokenizer: Tokenizer) -> bool:
-        """What its checkpoints need beside them to be of use, if that is gone; whether it was. OSError.
+        """Restore what checkpoints need beside them to be usable, if it is gone; returns whether it was.
+        OSError.
 
         config, tokenizer: of the run, which is under way.
         """
@@ -191,25 +191,26 @@ class RunFolder:
         return True
 
     def _leftovers(self) -> set[Path]:
-        """Of processes that were killed; in a folder that is no run yet, those of its first files alone."""
+        """Left-over files of killed processes; in a folder that is no run yet, only those of its first
+        files."""
         names = ("*",) if self.config_file.exists() else (self.config_file.name, "tokenizer.json")
         found = (leftovers(self.path, name) for name in names)
         return leftovers(self.origin).union(*found)
 
     def _check_same(self, config: TrainConfig) -> None:
-        """UserError unless it goes on with what is here; but what was only prepared for another is discarded:
-        its tokenizer would be taken as it is."""
+        """UserError unless `config` goes on with the run in here. What was only prepared for another run is
+        removed, because its tokenizer would be used as it is."""
         before = self.config()
         try:
             check_same_run(before, config)
         except UserError:
             if self.is_open:
                 raise
-            config.check_origin()  # of the options, with the values here that they change
+            config.check_origin()  # checks the options together with the values that they change
             self._discard(before)
 
     def _check_steps(self, config: TrainConfig) -> None:
-        done = max(all_steps(self.checkpoints), default=0)  # damaged ones too: those may be mended
+        done = max(all_steps(self.checkpoints), default=0)  # counts damaged ones too: they may be repaired
         if done > config.steps:
             raise UserError(
                 f"{self.path} has {many(done, 'step')} already, more than --steps {config.steps}: "
@@ -217,7 +218,8 @@ class RunFolder:
             )
 
     def _check_checkpoints(self) -> None:
-        """Their folder is there before the first step: a run that was killed before it saved may go on."""
+        """UserError if the folder of checkpoints is gone. It exists before the first step, so a run that was
+        killed before its first save may go on."""
         if not os.path.isdir(self.checkpoints) and (records := read_metrics(self.path)):
             raise UserError(
                 f"{self.path} has figures of {records[-1]['step']} steps, but {self.checkpoints.name}/ is "
@@ -225,17 +227,17 @@ class RunFolder:
             )
 
     def tokenizer(self) -> Tokenizer:
-        """The run's own. UserError if there is none yet."""
+        """The run's own tokenizer. UserError if there is none yet."""
         return load_tokenizer(self.tokenizer_file)
 
     def saved(self, which: Which = "last") -> Saved:
-        """The newest checkpoint, or the one with the lowest validation loss: of those that are whole.
+        """The newest whole checkpoint, or the one with the lowest validation loss.
 
-        A line on standard error for each damaged one that is passed over. UserError if none is whole.
+        Prints a line on standard error for each damaged one that is skipped. UserError if none is whole.
         """
         damaged: list[str] = []
         found = best(self.checkpoints, damaged.append) if which == "best" else None
-        if found is None:  # or nothing was validated when it was saved
+        if found is None:  # or it was saved without a validation
             found = newest(self.checkpoints, damaged.append)
         if found is None:
             why = f": {damaged[0]}" if damaged else " yet: train first"
@@ -246,13 +248,13 @@ class RunFolder:
 
 
 def shape_as_json(config: TransformerConfig) -> dict[str, Any]:
-    """For the checkpoint's state."""
+    """The shape for a checkpoint's state."""
     return dataclasses.asdict(config)
 
 
 def read_shape(content: dict[str, Any]) -> TransformerConfig:
     """The reverse of `shape_as_json`."""
     scaling = content.get("rope_scaling")
-    # JSON knows no tuples.
+    # JSON has no tuples.
     content = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     return TransformerConfig(**{**content, "rope_scaling": RopeScaling(**scaling) if scaling else None})

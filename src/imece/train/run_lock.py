@@ -1,7 +1,7 @@
-"""That one command at a time trains in a run folder: a lock that the processes of one run hold in common.
+"""A lock that lets only one command at a time train in a run folder; all processes of a run share it.
 
-Who begins a run asks for it alone, and so is refused as long as any process of another one lives. The kernel
-takes it back from each of them, however it ends; what they start does not inherit it.
+A command that begins a run asks for the lock exclusively, so it is refused while any process of another run
+lives. The kernel frees each process' part when it ends; child processes do not inherit it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from typing import Self
 from imece.errors import UserError
 
 FILE = ".lock"
-"""In the run folder. It stays there, and says who began the run that is under way."""
+"""The lock file in the run folder. It stays there, and says who began the current run."""
 HELD = "IMECE_RUN_HELD"
 """Set to 1 in the environment of ranks whose launcher holds the lock, for as long as any of them lives."""
 _STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-_MOST_BYTES = 200  # of what the file says
+_MOST_BYTES = 200  # of the file's text
 
 
 class RunLock:
     """This process' part of the lock, until its block is left.
 
-    Where a file cannot be locked, on a file system without locks or in a folder that is read-only, nobody is
-    refused.
+    If files cannot be locked (no locks on this file system, or a read-only folder), nobody is refused.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,10 +36,11 @@ class RunLock:
         self._said = False
 
     def begin(self) -> None:
-        """Before anything is changed in the folder, which is there. UserError if a run is under way in it.
+        """Take the lock before anything in the existing folder changes. UserError if a run is under way in
+        it.
 
-        Nobody is refused in a job that has been started again: who is at the run may be of its own, still
-        ending, or on a host that is lost, whose locks a file server keeps for minutes.
+        A restarted job is never refused: the lock's holder may be its own earlier process, still ending, or
+        on a lost host, whose locks a file server keeps for minutes.
         """
         if os.environ.get(HELD) == "1":
             return
@@ -56,24 +56,24 @@ class RunLock:
                 f"a run is under way in {self._path.parent} ({self._who()}): wait for its end or stop it, or "
                 "name another folder with --run"
             ) from None
-        except OSError:  # there is no lock to be had
+        except OSError:  # locks are not available
             pass
 
     def join(self) -> None:
-        """As one more rank of a run that has begun."""
+        """Join the lock as one more rank of a run that has begun."""
         if os.environ.get(HELD) != "1":
-            with contextlib.suppress(OSError):  # there is none on this host, or it cannot be had
+            with contextlib.suppress(OSError):  # no lock on this host, or it cannot be taken
                 self._lock(os.O_RDONLY, fcntl.LOCK_SH)
 
     def _lock(self, flags: int, kind: int) -> None:
-        """BlockingIOError if others have it, another OSError if there can be none."""
+        """BlockingIOError if others hold it, another OSError if locks are not available."""
         if self._descriptor is None:
             self._descriptor = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
 
     def _say_who(self) -> None:
         assert self._descriptor is not None
-        with contextlib.suppress(OSError):  # a full disk: the lock is held without it
+        with contextlib.suppress(OSError):  # a full disk: the lock is held without the text
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._said = True
@@ -93,6 +93,6 @@ class RunLock:
             return
         if self._said:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)  # the folder is as it was, if nothing else was done in it
+                os.ftruncate(self._descriptor, 0)  # the folder is as it was if nothing else was done in it
         os.close(self._descriptor)
         self._descriptor = None

@@ -1,4 +1,4 @@
-"""Whether a command goes on with the run that it finds: what it computes must be the same."""
+"""Checks that a command goes on with the run that it finds: it must compute the same."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from imece.listing import some
 from imece.train.config import TrainConfig, flat
 from imece.train.config_file import as_toml
 
-_MOST_NAMED = 3  # of the values in which two runs differ, besides the first
+_MOST_NAMED = 3  # further values named in a message, after the first that differs
 
-_PLACES = ("data.paths", "model.weights")  # where the run found what it has of its own since
+_PLACES = ("data.paths", "model.weights")  # where the run found things of which it has its own copy
 
-# What may differ between the commands that go on with one run: nothing that changes what it computes, but
-# the number of ranks and of steps. Gradients are averaged over tokens, so ranks only change the rounding.
+# Options that may change when a run goes on: none that changes what it computes, except the numbers of ranks
+# and of steps. Gradients are averaged over tokens, so more ranks only change the rounding.
 MAY_CHANGE = frozenset(
     {
         "run",
@@ -45,7 +45,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
-    """UserError if `now` would not go on with what `before` has begun."""
+    """UserError if `now` would not go on with the run that `before` has begun."""
     old, new = (_computing(each) for each in (before, now))
     if names := [name for name in old if old[name] != new[name]]:
         options = "those options" if names[1:] else "that option"
@@ -56,15 +56,15 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
 
 
 def computed_with(config: TrainConfig) -> dict[str, Any]:
-    """For a checkpoint's state: what `check_computed_with` compares, without where text and weights lie."""
+    """The values, for a checkpoint, that `check_computed_with` compares; without the places of text and
+    weights."""
     values = ((name, value) for name, value in _computing(config).items() if name not in _PLACES)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values}  # JSON's
 
 
 def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path) -> None:
-    """UserError if the run's file was changed by hand since. before: of the checkpoint `where`; what it does
-    not say, as an older version's, may be anything.
-    """
+    """UserError if the run's file was edited since. before: values from the checkpoint `where`; values that
+    it lacks, as from an older version, are not compared."""
     new = computed_with(now)
     if names := [name for name in new if name in before and before[name] != new[name]]:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a function of the step's number alone, so a resumed run has the same."""
+"""The learning rate of each step: depends only on the step's number, so a resumed run has the same."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _DECAY_SHARE = 0.2  # of all steps, at the end of wsd
 
 
 def learning_rate(index: int, steps: int, section: OptimizerSection) -> float:
-    """Of the update number `index` (from 0) of `steps`.
+    """The rate of update number `index` (from 0) of `steps`.
 
-    Over the first `warmup` updates it rises linearly and reaches lr with the last of them. Then "cosine" is
-    half a cosine down to min_lr * lr (Loshchilov and Hutter 2017, without restarts); "wsd" is level and falls
-    linearly to it over the last fifth of the steps (Hu et al. 2024); "constant" stays.
+    It rises linearly over the first `warmup` updates and reaches lr with the last of them. Then "cosine"
+    follows half a cosine down to min_lr * lr (Loshchilov and Hutter 2017, without restarts); "wsd" stays
+    level and falls linearly to min_lr * lr over the last fifth of the steps (Hu et al. 2024); "constant"
+    stays.
     """
     warmup = min(section.warmup, steps)
     if index < warmup:

@@ -1,4 +1,4 @@
-"""From the host to the device that computes, while that still has work to do."""
+"""Copies tensors from the host to the device without making the host wait."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, of the host, on `device`: behind what its stream has to do, for which the host does not wait.
+    """`tensor`, of the host, on `device`: the copy is queued on its stream, and the host does not wait.
 
-    The tensor itself if that is the CPU.
+    Returns the tensor itself if the device is the CPU.
     """
     if device.type != "cuda":
         return tensor.to(device)
-    # Of memory that is not pinned a copy waits for the stream. torch keeps this until it is over.
+    # A copy from memory that is not pinned would wait for the stream. torch keeps `pinned` alive until it is
+    # done.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     return pinned.to(device, non_blocking=True)

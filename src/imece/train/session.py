@@ -1,4 +1,4 @@
-"""All that one rank holds while it trains: put together here, saved and taken up again here."""
+"""Everything that one rank holds while it trains: puts it together, saves it, and restores it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.same_run import computed_with
 from imece.train.step import Step
 
-_NOTHING = -1  # steps that a rank has finished which has just been started
+_NOTHING = -1  # steps finished by a rank that has just started
 _POLL_S = 0.01
 
 
@@ -75,35 +75,35 @@ class Session:
     clock: Clock
     training_state: TrainingState
     step: Step
-    alarms: deque[str]  # what the saving thread has to say; the loop shows it
-    done: int = 0  # optimizer updates so far
-    first: int = 0  # of them, before this command
-    skipped_steps: int = 0  # of them, the last ones, which changed nothing: their gradient was not finite
-    bad_steps: int = 0  # of those, the last ones for which fp16's range alone was not to blame
-    counted: int = 0  # of them, those that the next two know of
+    alarms: deque[str]  # messages of the saving thread, which the loop shows
+    done: int = 0  # optimizer steps so far
+    first: int = 0  # of them, made before this command
+    skipped_steps: int = 0  # the latest steps in a row without update, because the gradient was not finite
+    bad_steps: int = 0  # of those, the latest in a row that fp16's range does not explain
+    counted: int = 0  # steps that `seconds` and `tokens` count
     seconds: float = 0.0  # spent on them
     tokens: int = 0  # that they read
     compile_s: float = 0.0  # before the first step
-    base: str = ""  # of adapters: a digest
-    pipeline: Pipeline | None = None  # of which this rank has a part
+    base: str = ""  # digest of the model beside adapters
+    pipeline: Pipeline | None = None  # this rank has a part of it
     best_val_loss: float | None = None
-    val_loss: tuple[int, float | None] = (_NOTHING, None)  # (after so many updates, it): by which one is kept
-    owes_save: bool = False  # one was due after a skipped step, or was given up as ranks died or came
-    checkpoints: Checkpoints = field(init=False)  # of one that joins: from `begin` on
+    val_loss: tuple[int, float | None] = (_NOTHING, None)  # (steps done, loss): decides which is the best
+    owes_save: bool = False  # a save was due after a skipped step, or was given up when ranks changed
+    checkpoints: Checkpoints = field(init=False)  # on a rank that joins: from `begin` on
     recovery: Recovery | None = None  # None: the launcher does not replace ranks
 
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> Session:
-        """Everything at step 0, or where the newest whole checkpoint was. All ranks call it.
+        """Everything at step 0, or at the newest whole checkpoint. All ranks call this.
 
-        A member that joins is alone here; `recover` brings it to where the others are.
-        UserError for data, a batch or a checkpoint that cannot be used.
+        A rank that joins is alone here; `recover` brings it to where the others are.
+        UserError for unusable data, batch or checkpoint.
         """
         folder = RunFolder(config.folder)
 
         def inputs() -> tuple[Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
             keep(config)
-            # The others read what was made when they began, and the text may have changed since.
+            # The others read the tokens that were there when they began; the text may have changed since.
             get = reopen if mesh.world.joining else prepare
             prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
             shape = shape_of(config, prepared.tokenizer.vocab_size)
@@ -124,15 +124,15 @@ class Session:
         scaler = precision.scaler()
         loss = StageLoss(scaler)
         pipeline = together(mesh, lambda: dealt(model, config, plan, mesh, loss))
-        own = model if pipeline is None else pipeline.part  # what this rank trains
-        # With it come torch's libraries for them.
+        own = model if pipeline is None else pipeline.part  # the part that this rank trains
+        # Importing them loads torch's libraries.
         optimizers = make_optimizers(own, config.optimizer, mesh.device)
         machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
         strategy = strategy_of(config, shape, plan, precision, machine, mesh)
-        if bare and not find_strategy(strategy).optimizer:  # each rank has all of it
+        if bare and not find_strategy(strategy).optimizer:  # each rank keeps the whole optimizer state
             model.to_empty(device=mesh.device).apply(empty)
             optimizers = make_optimizers(own, config.optimizer, mesh.device)
-        # This has collectives within, but what it refuses it refuses on all ranks before them.
+        # Contains collectives, but what it refuses, it refuses on all ranks before the first of them.
         wrapped = together(mesh, lambda: _parallelize(own, optimizers, strategy, config, mesh))
         if bare and config.lora.rank:
             together(mesh, lambda: begin_beside(config, open_base(config, folder), wrapped))
@@ -174,16 +174,17 @@ class Session:
     # Ranks that come and go.
 
     def replace_by(self, recovery: Recovery) -> None:
-        """Ranks that die are replaced."""
+        """From now on, ranks that die are replaced."""
         self.recovery = recovery
         self.step.when_summed = recovery.member.aborting.came
 
     def begin(self) -> Recovered | None:
-        """All ranks are about to make steps; one that joins comes to where the others are, and says how."""
+        """All ranks are about to make steps. A rank that joins comes to where the others are, and says
+        how."""
         if self.recovery is None:
             return None
         if self.recovery.member.is_joining:
-            measured_peak(self.mesh.device, self.precision.dtype)  # now, and not while the others wait
+            measured_peak(self.mesh.device, self.precision.dtype)  # now, so that nobody waits later
             return self.recover(None)
         self.recovery.begin(self.done)
         if (why := self.recovery.without_copies) and self.recovery.needs_copies:
@@ -193,31 +194,32 @@ class Session:
         return None
 
     def step_done(self) -> None:
-        """One more optimizer update is made on this rank."""
+        """This rank has made one more optimizer step."""
         self.done += 1
         if self.recovery is not None:
             with self.clock.phase("copy"):
                 self.recovery.finished(self.done)
 
     def step_judged(self) -> None:
-        """All that will be known of the newest step is known: a rank that joins gets it too."""
+        """All that will be known of the newest step is known; a rank that joins gets it, too."""
         if self.recovery is not None:
             self.recovery.note_state(self.done)
 
     def recover(self, error: BaseException | None) -> Recovered:
-        """Into the next generation, with the same steps and the same global batches; None: this rank joins.
+        """Go into the next generation, with the same steps and global batches. error: None if this rank
+        joins.
 
-        Raises `error` if it has nothing to do with the end of a rank.
+        Raises `error` if no rank's end explains it.
         """
         if self.recovery is None:
             assert error is not None
             raise error
         if error is not None:
             self.owes_save |= self.checkpoints.is_saving
-            self.checkpoints.close("the ranks changed")  # what was under way can never be whole
+            self.checkpoints.close("the ranks changed")  # a save under way can never become whole
         recovered = self.recovery.recover(error, self.done if error is not None else _NOTHING)
         self.done = recovered.step
-        self.wrapped.train()  # it may have been in the middle of a validation
+        self.wrapped.train()  # it may have been interrupted in a validation
         self.plan = shared_among(self.plan, self.mesh.world_size)
         self.step.take_over(self.plan)
         self.checkpoints = self._open_checkpoints()
@@ -262,10 +264,10 @@ class Session:
                 f"{self.config.model.weights}: not the model beside which the other ranks train adapters: "
                 "give this host the one that they began with"
             )
-        if state["done"] != self.recovery.member.steps:  # else its own may know more of this step
+        if state["done"] != self.recovery.member.steps:  # otherwise its own values may be newer
             self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
             self.best_val_loss, self.val_loss = state["best_val_loss"], state["val_loss"]
-        # Or they would save and end at other steps.
+        # Otherwise ranks would save and end at different steps.
         self.first, self.skipped_steps, self.bad_steps = (
             state[name] for name in ("first", "skipped_steps", "bad_steps")
         )
@@ -273,9 +275,10 @@ class Session:
         self.plan = replace(self.plan, micro=state["micro"])  # never more at once than the first ranks had
 
     def _from_checkpoint(self) -> int:
-        """What nobody has in memory any more; where nothing has been saved yet, all begin again."""
+        """Go back to the newest checkpoint, because nobody has the state in memory; without one, begin
+        again."""
         assert self.recovery is not None
-        if self.config.lora.rank and self.wrapped.frozen_names:  # what is in no checkpoint, and was in parts
+        if self.config.lora.rank and self.wrapped.frozen_names:  # frozen shards, which no checkpoint has
             base = together(self.mesh, lambda: open_base(self.config, self.folder))
             together(self.mesh, lambda: begin_beside(self.config, base, self.wrapped))
         if self._resume():
@@ -289,14 +292,15 @@ class Session:
         return self.done
 
     def _begin(self) -> None:
-        """With the parameters of another folder, if there is one. All ranks call it."""
+        """Load the parameters of the folder that the run begins from, if there is one. All ranks call
+        this."""
         start = together(self.mesh, lambda: begin_with(self.config))
         if start is not None:
-            # This has collectives within, but what it refuses it refuses on all ranks before them.
+            # Contains collectives, but what it refuses, it refuses on all ranks before the first of them.
             together(self.mesh, lambda: self.training_state.load(start))
 
     def _begin_again(self) -> None:
-        """As `open` began. All ranks call it."""
+        """Return to the state after `open`. All ranks call this."""
         begin_again(self.training_state, self.optimizers, self.config, self.model)
         if (scaler := self.precision.scaler()) is not None:
             self.step.load_scaler(scaler.state_dict())
@@ -306,9 +310,9 @@ class Session:
     # Checkpoints.
 
     def finish_save(self) -> bool:
-        """Wait for the save under way; whether the newest is on the disk. All ranks call it.
+        """Wait for the save under way; whether the newest checkpoint is on the disk. All ranks call this.
 
-        MovedOnError if a rank has ended, whose part will never come.
+        MovedOnError if a rank has ended, because its part will never come.
         """
         while self.recovery is not None and self.checkpoints.is_saving:
             if self.recovery.is_over:
@@ -317,13 +321,14 @@ class Session:
         return self.checkpoints.finish()
 
     def save(self) -> None:
-        """Begin to save; `finish_save` waits until it is on the disk.
+        """Begin to save; `finish_save` waits until the checkpoint is on the disk.
 
-        After a skipped step no older checkpoint goes away for this one: the weights may be spoilt already.
+        After a skipped step no older checkpoint is removed for this one, because the weights may already be
+        spoilt.
         """
         step, val_loss = self.val_loss
         with self.recovery.saving() if self.recovery is not None else contextlib.nullcontext():
-            # A collective, before the wait: that is not the same on all.
+            # A collective, so before the wait: whether there is one differs between ranks.
             tensors = self.training_state.tensors()
             self.finish_save()
             metric = val_loss if step == self.done else None
@@ -333,12 +338,12 @@ class Session:
 
     @property
     def strategy(self) -> str:
-        """By our own name, also where "auto" chose it."""
+        """The strategy's own name, also if "auto" chose it."""
         return self.wrapped.strategy
 
     @property
     def prediction(self) -> Prediction:
-        """What the planner says of this run, with the ranks that it has now."""
+        """The planner's prediction for this run with its current ranks."""
         shape = self.model.config
         copies = self.recovery is not None and self.recovery.needs_copies
         return predict(
@@ -362,18 +367,18 @@ class Session:
 
     @property
     def _metric_over(self) -> int:
-        """Of how many windows the validation losses are by which checkpoints are judged."""
+        """Windows of the validations by which checkpoints are compared."""
         return windows_read(self.prepared.tokens.validation, self.plan.seq, self.config.validate.tokens)
 
     def _resume(self) -> bool:
-        """From the newest checkpoint, and whether there is one. All ranks call it."""
+        """Restore the newest checkpoint; whether there is one. All ranks call this."""
         saved = newest_for(self.config, self.prepared.tokenizer, self.mesh, self.alarms.append)
         if saved is not None:
             together(self.mesh, lambda: self._load(saved))
         return saved is not None
 
     def _load(self, saved: Saved) -> None:
-        """The place in the data and all that is drawn follow from the step's number: nothing else is lost."""
+        """Load the states. The place in the data and all random draws follow from the step's number."""
         self.training_state.load(saved)
         self.step.load_scaler(saved.state["scaler"])
         self.done = self.counted = saved.step
@@ -394,7 +399,8 @@ class Session:
 
 
 def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
-    """Those that the run began with, as far as a rank that joins, and is alone, knows."""
+    """The number of ranks that the run began with; a rank that joins, and is alone, takes it from its
+    launcher."""
     world = mesh.world
     if not world.joining:
         return mesh.world_size
@@ -405,12 +411,13 @@ def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
 def _new_model(
     config: TrainConfig, shape: TransformerConfig, precision: Precision, mesh: Mesh
 ) -> tuple[Transformer, bool]:
-    """With this rank's part of each matrix; and whether it has no memory yet. All ranks call it."""
+    """(the model with this rank's part of each matrix, whether it still has no memory). All ranks call
+    this."""
     model, divide = together(mesh, lambda: new_model(config, shape, mesh.device, precision)), config.mesh
     bare = is_meta(model)
-    # Layers that are dealt out need not all be on this rank's device.
+    # All layers of a pipeline together need not fit on this rank's device.
     home = mesh.device if divide.pipeline == 1 or divide.tensor > 1 else torch.device("cpu")
-    if bare and divide.deals:  # it is divided first, and has its values later all the same
+    if bare and divide.deals:  # it is divided now and gets its values later in any case
         model.to_empty(device=home).apply(empty)
         bare = False
     if not bare:
@@ -426,14 +433,14 @@ def _parallelize(
     mesh: Mesh,
 ) -> DistributedDataParallel:
     offload = config.offload
-    # The micro-batches of a pipeline are all as long, and their mean is that of tokens.
+    # All micro-batches of a pipeline have equally many tokens, so their mean is the mean over tokens.
     over: Over = "ranks" if config.mesh.pipeline > 1 else "tokens"
     try:
         wrapped, _ = parallelize(
             model, optimizers, strategy, mesh, average=over, offload=offload, init=empty,
             units=train_units(config, model.config) if isinstance(model, Transformer) else None,
         )  # fmt: skip
-    except ValueError as error:  # what cannot be on these hosts, or with this strategy
+    except ValueError as error:  # a strategy that these hosts cannot have
         option = f" --offload {offload}" if offload is not None else ""
         raise UserError(f"--strategy {strategy}{option}: {error}") from None
     return wrapped

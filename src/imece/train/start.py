@@ -1,4 +1,4 @@
-"""From a config to a run: what is checked before any rank starts, and what each rank does."""
+"""From a config to a run: checks and preparations before any rank starts, and what each rank does."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
 
-_NAMED = 3  # of the texts that a command was given
-_FAR = 4.0  # times as much as was asked for is held out, or that part of it: worth a word
+_NAMED = 3  # texts named in a line
+_FAR = 4.0  # a held-out share this many times larger or smaller than asked for is worth a note
 
 
 def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) -> int:
-    """All that can be checked and made without ranks; the number of ranks to start.
+    """Check and prepare everything that needs no ranks; returns the number of ranks to start.
 
-    lock: of the run folder. UserError for whatever would stop them: nothing is then left of a new folder.
+    lock: of the run folder. UserError for anything that would stop the ranks; nothing is left of a new folder
+    then.
     """
     ranks = config.ranks or default_ranks()
     check_libraries(config.lora)
@@ -82,7 +83,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
 
 
 def _check_strategy(name: str) -> None:
-    """Of ranks that are started here, and so all on this host."""
+    """UserError for a strategy that ranks of one host, as started here, cannot have."""
     if name != "auto" and find_strategy(name).hybrid:
         raise UserError(
             f"--strategy {name}: it shards inside hosts and replicates between them, and these ranks are all "
@@ -91,7 +92,7 @@ def _check_strategy(name: str) -> None:
 
 
 def _check_offload(config: TrainConfig, kind: torch.device) -> None:
-    """On this kind of device, with the strategy that was named."""
+    """UserError if this device or the strategy cannot offload."""
     if config.offload is None:
         return
     if kind.type != "cuda":
@@ -107,17 +108,17 @@ def _check_offload(config: TrainConfig, kind: torch.device) -> None:
 
 
 def default_ranks() -> int:
-    """One for each GPU; without any, two that share the cores, if there are two."""
+    """One for each GPU; without GPUs two, if there are two cores."""
     return usable_gpus() or min(2, usable_cores())
 
 
 def run_rank(config: TrainConfig, stop: Stop) -> int:
-    """Train as one of the ranks that a launcher started, to the end; its exit status: 128 and the signal that
-    ended it, 1 if the last checkpoint is not on the disk, else 0.
+    """Train as one of the ranks that a launcher started, to the end. Returns the exit status: 128 + the
+    signal that ended it, 1 if the last checkpoint is not on the disk, else 0.
 
-    stop: what listens for signals; the ranks meet even if one has come, to end together.
-    UserError on one rank for what is wrong with the config, the data or the checkpoint; SystemExit(2) on the
-    others. NotFiniteError, DriftError on rank 0; SystemExit(1) on the others.
+    stop: listens for signals; ranks still meet if one came, so that they end together.
+    UserError on one rank for a wrong config, data or checkpoint; SystemExit(2) on the others. NotFiniteError,
+    DriftError on rank 0; SystemExit(1) on the others.
     """
     folder = RunFolder(config.folder)
     with RunLock(folder.path) as lock:
@@ -139,20 +140,21 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
 
 
 def _is_finished(session: Session) -> bool:
-    """As rank 0 sees it: the ranks must not disagree on what comes next."""
+    """Whether rank 0 finds the run finished. It decides, because ranks must not disagree on what comes
+    next."""
     mesh = session.mesh
     mine = ["finished"] if mesh.rank == 0 and is_finished(session) else []
     return bool(gather_texts(mine, mesh.world_group, mesh.device, "whether the run is finished")[0])
 
 
 def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
-    """The exit status. joined: how this rank came to others who are in the middle of it and do not wait."""
+    """Returns the exit status. joined: how this rank came to others, who are in mid-run and do not wait."""
     config, mesh, path = session.config, session.mesh, session.folder.path
     watching = Watching(path, mesh.rank, config.steps, session.done, session.alarms)
     try:
         if mesh.rank == 0:
             _note_environment(path)
-            if joined is None:  # before any step: a rank that joins reads it
+            if joined is None:  # before any step, because a rank that joins reads it
                 keep(path, session.prediction)
         if joined is None:
             watching.header(header(session))
@@ -168,8 +170,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
                 watching.note(f"saved after step {session.done}; go on with: imece train --run {run}")
             end_early(session, f"stopped by {Signals(signal).name}")
         return 128 + signal if signal else 0 if saved else 1
-    except (NotFiniteError, DriftError) as error:  # on all ranks
-        session.checkpoints.finish()  # a save that is under way is not given up
+    except (NotFiniteError, DriftError) as error:  # raised on all ranks
+        session.checkpoints.finish()  # let a save under way finish
         kept = newest_kept(session)
         watching.note("nothing was saved" if kept is None else f"the newest checkpoint is of step {kept}")
         end_early(session, str(error))
@@ -177,16 +179,16 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
             raise SystemExit(1) from None
         raise
     except Exception as error:
-        if session.recovery is None:  # or else the others wait for this rank's end
+        if session.recovery is None:  # otherwise the others wait for this rank's end
             end_early(session, f"{type(error).__name__}: {error}")
         raise
     finally:
-        session.checkpoints.close()  # here too: what it has to say is for `watching`
+        session.checkpoints.close()  # before `watching` closes, which shows its messages
         watching.close()
 
 
 def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | None) -> int:
-    """All steps and what is made of them, whichever other ranks die; the signal that ended it, or 0."""
+    """Make all steps and finish the run, even if other ranks die. Returns the signal that ended it, or 0."""
     error: RuntimeError | None = None
     failed: RuntimeError | None = None
     if session.recovery is not None:
@@ -209,13 +211,13 @@ def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | N
                 session.recovery.end()
             return signal
         except RuntimeError as another:
-            if another is failed:  # the end of no rank explains it
+            if another is failed:  # no rank's end explains it
                 raise
             error = another
 
 
 def header(session: Session) -> list[tuple[str, str]]:
-    """What is about to happen."""
+    """What is about to happen, for the display."""
     config, shape, mesh = session.config, session.model.config, session.mesh
     hosts = len(mesh.hosts)
     return [
@@ -242,7 +244,7 @@ def header(session: Session) -> list[tuple[str, str]]:
 
 
 def _weights(session: Session) -> str:
-    """Where they come from, of a run that began with others'."""
+    """Where the weights of a run come from that began from others'."""
     weights, lora = session.config.model.weights, session.config.lora
     if lora.rank:
         goes_on = f"; adapters of its own checkpoint of step {session.done:,}" if session.done else ""
@@ -253,7 +255,7 @@ def _weights(session: Session) -> str:
 
 
 def _stages(pipeline: Pipeline) -> str:
-    """Which layers are where, and what that costs."""
+    """Which layers each stage has, and how much it idles."""
     last, texts = pipeline.stages[-1].stop - 1, []
     for pieces in pipeline.stages:
         layers = [piece for piece in pieces if piece != last]
@@ -278,8 +280,8 @@ def _memory(session: Session) -> str:
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
-    """The text in a line."""
-    name = some(config.data.paths, _NAMED) or "Python standard library"  # many, of a shell's pattern
+    """The text in one line."""
+    name = some(config.data.paths, _NAMED) or "Python standard library"  # a shell's pattern may name many
     tokens = _tokens(prepared)
     skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
     runs = prepared.run_folders
@@ -292,9 +294,8 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
 
 
 def notes_on_data(prepared: Prepared, config: TrainConfig) -> list[str]:
-    """What a person would not expect of it: text that is no text, and a held-out part far from what was asked
-    for, where there are few documents.
-    """
+    """Surprises in the text: files that are not text, and a held-out share far from what was asked for, if
+    there are few documents."""
     tokens, asked, found = prepared.tokens, config.data.held_out, _held_out(prepared)
     lines = [f"left out: {line}" for line in tokens.skipped_first]
     if lines and (more := tokens.skipped - len(lines)):
@@ -314,7 +315,7 @@ def _tokens(prepared: Prepared) -> int:
 
 
 def _held_out(prepared: Prepared) -> float:
-    """The share of the tokens, which may be far from that of the documents."""
+    """The held-out share of tokens, which may differ much from that of documents."""
     return len(prepared.tokens.validation.tokens) / _tokens(prepared)
 
 
@@ -331,5 +332,5 @@ def _steps(session: Session) -> str:
 
 def _note_environment(folder: Path) -> None:
     content = json.dumps(environment(), indent=2) + "\n"
-    with contextlib.suppress(OSError):  # a full disk: whoever writes figures and checkpoints says so
+    with contextlib.suppress(OSError):  # a full disk is reported by whoever writes figures and checkpoints
         write_whole(folder / "environment.json", content.encode(), durable=True)

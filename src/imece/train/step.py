@@ -24,41 +24,41 @@ from imece.train.clock import Clock
 from imece.train.passes import MicroBatch, Passes, not_finite, trained
 from imece.train.sending import sent
 
-# What is not finite of a micro-batch: its loss, if it is known here; parameters, documents.
+# What is not finite in a micro-batch: its loss, if known here; parameters; documents.
 _Found = tuple[float | None, list[str], list[int]] | None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step brought; of all ranks together unless it says otherwise."""
+    """What one step yielded, over all ranks unless it says otherwise."""
 
     nats: float  # summed over this rank's tokens
     tokens: int  # of this rank
     grad_norm: float  # before clipping
-    skipped: str = ""  # why the update was not made
-    computed: int = 0  # tokens of this rank, with those that do not count
+    skipped: str = ""  # why there was no update
+    computed: int = 0  # tokens of this rank, including those that do not count
 
 
 class Step:
     """The phases of an update, in order:
 
-    forward, backward   of the micro-batches (passes.py), and the sum of the gradients over the ranks
-    exposed   the part of that sum which backward did not hide, and what a stage waits for others
-    optimizer the gradient's norm
-    data      of the next step: this rank's rows of the global batch, of each its part if ranks divide them
-    optimizer if the norm is finite, clipping and the update
+        forward, backward   of the micro-batches (passes.py), and the sum of gradients over the ranks
+        exposed             the part of that sum that backward did not hide, and what a stage waits for others
+        optimizer           the gradient's norm
+        data                of the next step: this rank's rows of the global batch, or its part of them
+        optimizer           if the norm is finite, clipping and the update
 
-    A GPU is still at the first ones when the host reads for the next step. Then the host waits, once: for the
-    norm and the loss. What follows the update it does while the GPU makes it.
+    While the host reads data for the next step, a GPU is still busy with the first phases. Then the host
+    waits, once: for the norm and the loss. Whatever follows the update, the host does while the GPU makes it.
 
-    All ranks make as many forwards and backwards, since with gathered parameters each is a collective: a rank
-    with fewer micro-batches than another one ends with some of weight 0.
+    All ranks make equally many forwards and backwards, because with gathered parameters each is a collective.
+    A rank with fewer micro-batches ends with some of weight 0.
 
-    The gradient is that of the mean over all tokens of the global batch. Since it is bit-equal on all ranks
-    after the sum, they all see the same norm, and skip or make the update without asking each other.
+    The gradient is that of the mean over all tokens of the global batch. After the sum it has the same bits
+    on all ranks, so they see the same norm, and skip or make the update without asking each other.
 
-    What a model draws at random in a micro-batch depends on the seed, the step and where in the global batch
-    the micro-batch begins: not on what was drawn before, nor on the number of ranks.
+    Random draws of the model in a micro-batch depend on the seed, the step and the micro-batch's place in the
+    global batch: not on earlier draws or the number of ranks.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Step:
         context: ContextParallel,
         mesh: Mesh,
     ) -> None:
-        """scaler: of fp16, which the passes have too."""
+        """scaler: of fp16; the passes use the same one."""
         self._model, self._optimizers = model, optimizers
         self._context, self._mesh = context, mesh
         together = ("pipeline", "context", "tensor")
@@ -83,14 +83,14 @@ class Step:
         self._batches, self._plan, self.passes = batches, plan, passes
         self._scaler, self._clip, self._clock = scaler, clip, clock
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called once a GPU has all to do that comes before the update."""
+        """Called once everything before the update is queued on a GPU."""
         self.when_summed: Callable[[], None] = lambda: None
-        """Called once the host has the norm, which is made of all sums that the updates take."""
-        self._ahead: tuple[int, list[MicroBatch]] | None = None  # what was read of a step that is to come
+        """Called once the host has the norm, which depends on all sums that the updates use."""
+        self._ahead: tuple[int, list[MicroBatch]] | None = None  # read ahead for a coming step
         model.record_trace()
 
     def run(self, index: int, lr: float) -> Outcome:
-        """Update number `index`, from 0, at this learning rate."""
+        """Make update number `index`, from 0, at this learning rate."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
@@ -111,20 +111,19 @@ class Step:
         return Outcome(nats, counted, norm, skipped, computed)
 
     def blame(self, index: int) -> list[str]:
-        """Who brought what is not finite into step `index`: a line for each rank, with its documents.
-        Where the weights are not finite, or nothing that is computed with them is, no document is to
-        blame, and they are named.
+        """Find what is not finite in step `index`: a line for each rank, with its documents. If weights are
+        not finite, or nothing computed from them is, the weights are named instead of documents.
 
-        All ranks call it after a step that was skipped. The step is computed once more, rank by rank: only
-        then is a sum known to have been finite on one side. Costs nothing as long as all is well.
+        All ranks call this after a skipped step. The step is computed again, rank by rank: only then is it
+        known which addend of a sum was not finite. Costs nothing as long as all is well.
         """
         model = self._model
-        # autograd.grad asks for the gradients of whole parameters, which may be gone after a unit's forward.
+        # autograd.grad asks for gradients of whole parameters, which a unit may have freed after its forward.
         with model.gathered():
             weights = {name: each.detach() for name, each in trained(model).items()}
             spoilt = not_finite({**weights})
             alone = bool(spoilt)
-            if self._together is not None:  # none may wait for one that makes no forward
+            if self._together is not None:  # nobody may wait for a rank that makes no forward
                 of_each = gather_json(spoilt, self._together, model.device, "weights that are spoilt")
                 alone = any(of_each)
             found = [] if alone else self._found_in(index)
@@ -151,7 +150,7 @@ class Step:
         return lines
 
     def _found_in(self, index: int) -> list[_Found]:
-        """Of each micro-batch of this rank; None where nothing of it is known not to be finite."""
+        """For each micro-batch of this rank what is not finite; None if nothing is known to be."""
         micro_batches = [each for each in self._read(index) if each.tokens]
         found: list[_Found] = []
         brought = self.passes.not_finite(micro_batches, self._draws(index))
@@ -165,7 +164,7 @@ class Step:
         return lambda place: begin_draws(self._batches.seed, index, place, self._model.device)
 
     def _read(self, index: int) -> list[MicroBatch]:
-        """This rank's micro-batches, as many as every other rank has."""
+        """This rank's micro-batches, as many as every other rank's."""
         with self._clock.phase("data"):
             rank, micro = self._mesh.batch_rank, self._plan.micro
             both = self._batches.for_rank(index, rank, self._plan.ranks)
@@ -175,7 +174,7 @@ class Step:
             places = range(first, first + len(inputs), micro)
             each = zip(inputs.split(micro), targets.split(micro), places, strict=True)
             found = [MicroBatch(inputs, targets, targets.numel(), place) for inputs, targets, place in each]
-            # A sequence of its own: it brings nothing that is not finite unless it has done so already.
+            # Repeats a sequence of its own: it adds nothing that is not finite unless it already did.
             ignored = MicroBatch(inputs[:1], targets[:1], 0, first)
             return found + [ignored] * (self._plan.accumulation - len(found))
 
@@ -186,9 +185,9 @@ class Step:
         return self._model.gradient_norm()
 
     def _update(self, length: float) -> str:
-        """length: of the gradient. Returns why the update was not made, if so."""
+        """length: norm of the gradient. Returns why there was no update, or ""."""
         finite = math.isfinite(length)
-        if finite:  # of all gradients: the scaler alone would make the update of each optimizer that can
+        if finite:  # of all gradients: the scaler alone would step each optimizer that can
             if 0 < self._clip < length:
                 self._model.scale_gradients(self._clip / length)
             for optimizer in self._optimizers:
@@ -199,17 +198,17 @@ class Step:
         return "" if finite else "the gradient is not finite"
 
     def take_over(self, plan: BatchPlan) -> None:
-        """The model is on other ranks now, and this is how they share the global batch."""
+        """The model is now on other ranks, which divide the global batch by this plan."""
         self._plan, self._ahead = plan, None
 
     @property
     def scale(self) -> float:
-        """By which fp16's loss is multiplied; 0 in the other precisions, which need none."""
+        """The loss scale of fp16; 0 in other precisions, which need none."""
         return self._scaler.get_scale() if self._scaler is not None else 0.0
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """Of fp16's scaler, for the checkpoint."""
+        """The scaler's state for the checkpoint."""
         return self._scaler.state_dict() if self._scaler is not None else {}
 
     def load_scaler(self, state: dict[str, float]) -> None:
@@ -220,9 +219,9 @@ class Step:
 
 
 def _by_group(every: list[Any]) -> dict[int, list[_Found]]:
-    """Ranks that read the same have the same micro-batches: what all of them together found of each.
+    """What all ranks that read the same found together: they have the same micro-batches.
 
-    every: of each rank (what it reads, ..., what it found, ...).
+    every: for each rank (what it reads, ..., what it found, ...).
     """
     groups = defaultdict(list)
     for group, _, found, _ in every:

@@ -12,20 +12,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Which signal came, 0 for none."""
+    """The signal that came, 0 if none."""
 
     def __init__(self, launched: bool = False) -> None:
-        """launched: by somebody who passes signals on, and kills a rank that takes too long."""
+        """launched: by a launcher that passes signals on, and kills a rank that takes too long."""
         self.signal = 0
         self._launched = launched
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """The first signal is noted; a second one acts as it would have without us, or does nothing in a rank
-        that was launched. One that this process was started to ignore stays ignored; one that it was started
-        to hold back (launch/crew.py) is heard from now on."""
+        """The first signal is noted. A second one acts as usual, but does nothing in a launched rank. Signals
+        that this process was started to ignore stay ignored; those that it was started to block
+        (launch/crew.py) are unblocked."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python has handlers on the main thread alone
+            yield  # Python runs handlers on the main thread only
             return
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._note) for number in heard}

@@ -1,4 +1,4 @@
-"""Who is slow, and in what: every rank's own time, of which waiting for others is no part."""
+"""Finds slow ranks and their slow phase, from every rank's own time without waiting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 PHASES = ("data", "forward", "backward", "optimizer", "copy", "other")
 _WINDOW = 12  # steps
-_LOOK_EVERY = 4  # of them: that takes 0.4 ms
-_BEGINS, _ENDS = 0.75, 0.5  # in how many of them a rank is late when it is called slow, and no longer
+_LOOK_EVERY = 4  # steps between two evaluations, which take 0.4 ms
+_BEGINS, _ENDS = 0.75, 0.5  # share of steps in which a rank is late: to be called slow, and to stay so
 _LEAST_S = 0.010
-_LEAST_SHARE = 0.05  # of the others' own time of a whole step: what is less holds nobody up
-_ADVANTAGE = 1.5  # of who is named already over another who is late too
+_LEAST_SHARE = 0.05  # of a whole step: smaller delays hold nobody up
+_ADVANTAGE = 1.5  # of the rank already named, over another one that is late too
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Slow:
     rank: int
     phase: str
     seconds: float
-    """Of its own that it needs for the phase in a step, median of the last ones."""
+    """Its own time for the phase in a step, median of the latest steps."""
     others: float
-    """What the others need."""
+    """The same for the other ranks."""
 
     def describe(self) -> str:
-        """In a line."""
+        """In one line."""
         where = "outside of all phases" if self.phase == "other" else f"in {self.phase}"
         return (
             f"rank {self.rank} is slow {where}: {1e3 * self.seconds:.0f} ms a step, the others "
@@ -47,13 +47,14 @@ class Slow:
 
 
 class Stragglers:
-    """The last steps' own times of all ranks, and what they say."""
+    """The own times of all ranks in the latest steps, and what follows from them."""
 
     def __init__(self, ratio: float, stages: int = 1) -> None:
-        """ratio: to the median of the others, above which a rank is late; by 10 ms and 5 % of a step too.
+        """ratio: a rank is late above this multiple of the others' median, if it also exceeds it by 10 ms and
+        5 % of a step.
 
-        stages: of a pipeline, each with as many ranks, in order. The others are those of the same stage then,
-        since stages differ in what they have to do.
+        stages: of a pipeline, each with equally many ranks, in order. Then a rank is compared with its own
+        stage, because stages differ in their work.
         """
         self._ratio, self._stages = ratio, stages
         self._steps: deque[np.ndarray] = deque(maxlen=_WINDOW)  # each [ranks, PHASES]
@@ -61,7 +62,7 @@ class Stragglers:
         self.slow: Slow | None = None
 
     def add(self, times: Sequence[Sequence[float]]) -> bool:
-        """One step: seconds of each rank and phase. Whether another is slow now, or nobody any more."""
+        """Add a step: seconds for each rank and phase. Returns whether the slow rank changed."""
         self._steps.append(np.asarray(times))
         self._added += 1
         if len(self._steps) < _WINDOW or self._added % _LOOK_EVERY or len(times) < 2 * self._stages:
@@ -70,7 +71,7 @@ class Stragglers:
         return _who(before) != _who(self.slow)
 
     def clear(self) -> None:
-        """The ranks are others now."""
+        """Forget all steps, because the ranks have changed."""
         self._steps.clear()
         self.slow = None
 
@@ -83,7 +84,7 @@ class Stragglers:
         return max(found, key=lambda each: each[0])[1] if found else None
 
     def _late(self, steps: np.ndarray, first: int, count: int) -> Iterator[tuple[float, Slow]]:
-        """Of `count` ranks, from `first` on, who is, and by how much."""
+        """Which of `count` ranks, from `first` on, are late, and by how much."""
         steps = steps[:, first : first + count]
         least = np.maximum(_LEAST_S, _LEAST_SHARE * np.median(steps.sum(2), axis=1))  # [window]
         for at, phase in enumerate(PHASES):

@@ -1,4 +1,4 @@
-"""How much memory a rank has taken of its device."""
+"""Measures how much memory a rank uses on its device."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import torch
 
 from imece.mesh import Mesh
 
-_LOOK_S = 1.0  # between two looks at what is not torch's: they are calls of the driver, which may be slow
+_LOOK_S = 1.0  # between two looks at memory that is not torch's: they call the driver, which may be slow
 
 
 class UsedMemory:
-    """Of this process."""
+    """Memory of this process."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._process = mesh, psutil.Process()
         self._beside, self._next_s = 0, 0.0
 
     def most_bytes(self) -> int:
-        """On a CPU what it has now. On a GPU what torch had there at most, and what was beside it lately: the
-        context and libraries, but not where ranks share it, who could not tell whose that is.
-        """
+        """On a CPU: used now. On a GPU: torch's peak plus what else was in use lately (context and
+        libraries); without the latter if ranks share the GPU, because it could be theirs."""
         device = self._mesh.device
         if device.type != "cuda":
             return int(self._process.memory_info().rss)
-        found = torch.cuda.memory_stats_as_nested_dict(device)  # not flat, which takes ten times as long
+        found = torch.cuda.memory_stats_as_nested_dict(device)  # the flat version takes ten times as long
         most = int(found["allocated_bytes"]["all"]["peak"])
         if self._mesh.backend != "nccl":
             return most

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes down; the other ranks only join in where all are asked."""
+"""What rank 0 shows and records; the other ranks only take part in collectives."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from imece.observe.metrics import Metrics
 
 
 class Watching:
-    """The live line and the metrics on rank 0; nothing on the others."""
+    """The live line and the metrics on rank 0; nothing on other ranks."""
 
     def __init__(self, folder: Path, rank: int, steps: int, done: int, alarms: deque[str]) -> None:
         self._folder, self._steps, self._alarms = folder, steps, alarms
         self._display: Display | None = None
         self._metrics: Metrics | None = None
-        self._late: Mapping[str, Any] | None = None  # of a step that the first rank may not have told yet
+        self._late: Mapping[str, Any] | None = None  # the first rank may not have reported it
         self.take_over(rank, done)
 
     def take_over(self, rank: int, done: int) -> None:
-        """From now on this is rank `rank`: if it is the first, it does what the one before it did.
+        """From now on this is rank `rank`; the first rank shows and records.
 
-        What was late of the step before is told then, though the one that is gone may have done so.
+        A held-back record is reported then, although the rank that is gone may have done so.
         """
         if self._late is not None and self._late["step"] > done:
             self._late = None
@@ -43,7 +43,7 @@ class Watching:
             self._display.start(done)
 
     def step(self, record: Mapping[str, Any], late: bool = False) -> None:
-        """One step is over. late: it is shown and written when `tell` is called."""
+        """A step is over. late: hold its record back until `tell`."""
         self.pass_on()
         self.tell()
         self._late = record
@@ -52,24 +52,25 @@ class Watching:
             self._late = None
 
     def tell(self) -> None:
-        """What is late. The other ranks keep theirs until the next one: the first may die before."""
+        """Report what was held back. Other ranks keep theirs until the next step, because the first may die
+        before."""
         if self._late is not None and self._display is not None and self._metrics is not None:
             record, self._late = self._late, None
             self._metrics.write(record)
             self._display.step(record)
 
     def under_way(self, text: str) -> None:
-        """What takes a while and is no step."""
+        """Say that something slow has begun that is not a step."""
         if self._display is not None:
             self._display.under_way(text)
 
     def note(self, text: str) -> None:
-        """For people, once: the ranks that say the same are heard only once."""
+        """A message for people; if several ranks give the same, it is shown once."""
         if self._display is not None:
             self._display.note(text)
 
     def pass_on(self) -> None:
-        """What threads had to say. A save that failed is known to all ranks; one of them says so."""
+        """Show the messages of threads. All ranks know of a failed save; one of them reports it."""
         while self._alarms:
             text = self._alarms.popleft()
             if self._display is not None:
@@ -78,12 +79,12 @@ class Watching:
     def done(
         self, rows: Sequence[tuple[str, str]], sample: str | None, next_commands: Sequence[tuple[str, str]]
     ) -> None:
-        """How it ended."""
+        """Show how the run ended."""
         if self._display is not None:
             self._display.done(rows, sample, next_commands)
 
     def close(self) -> None:
-        """The last warnings, and the files."""
+        """Show the last warnings, and close the files."""
         self.pass_on()
         if self._display is not None and self._metrics is not None:
             self._display.close()
