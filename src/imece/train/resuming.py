@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: the same one on all ranks, and made by this very run."""
+"""Finds the checkpoint that a run goes on from: the same on all ranks, and made by this very run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from imece.train.same_run import check_computed_with
 def newest_for(
     config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh, alarm: Callable[[str], None]
 ) -> Saved | None:
-    """The newest whole checkpoint; None if nothing was saved yet. All ranks call it.
+    """The newest whole checkpoint; None if nothing was saved yet. All ranks call this.
 
-    alarm: called on rank 0 for each damaged one that is passed over. UserError, on all ranks, if none can be
-    read, if ranks would take different ones, or if the newest was made with another config or tokenizer.
+    alarm: called on rank 0 for each damaged checkpoint that is skipped. UserError, on all ranks, if none can
+    be read, if ranks would take different ones, or if the newest was made with another config or tokenizer.
     """
     folder = RunFolder(config.folder)
 
     def newest() -> Saved | None:
         damaged: list[str] = []
         saved = newest_of_all(folder.checkpoints, damaged.append, mesh.world_group, mesh.device)
-        for line in damaged if mesh.rank == 0 else ():  # all see the same, and one to say so is enough
+        for line in damaged if mesh.rank == 0 else ():  # all ranks see the same; one reports it
             alarm(f"damaged, so an older checkpoint is used: {line}")
         if saved is not None:
             check_of_run(saved, config, tokenizer)
@@ -40,7 +40,7 @@ def newest_for(
             )
         return saved
 
-    # This has collectives within, but what goes wrong before the last of them goes wrong on all ranks.
+    # Contains collectives, but an error before the last of them comes on all ranks.
     saved = together(mesh, newest)
     mine = saved.step if saved is not None else 0
     steps = gather_json(mine, mesh.world_group, mesh.device, "step to go on from")
@@ -60,7 +60,7 @@ def check_of_run(saved: Saved, config: TrainConfig, tokenizer: Tokenizer) -> Non
 
 
 def _check_same(steps: list[int], folder: RunFolder) -> None:
-    """UserError where a rank cannot read what the others can: it would take an older checkpoint."""
+    """UserError if a rank cannot read what the others can: it would take an older checkpoint."""
     if len(set(steps)) > 1:
         others = [rank for rank, step in enumerate(steps) if step != max(steps)]
         raise UserError(
