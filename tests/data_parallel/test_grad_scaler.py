@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from imece import GradScaler, parallelize
 from tests.data_parallel.checks import Check, Job, jobs, passed
-from tests.data_parallel.sharding.test_units import adamw, mesh_of
+from tests.data_parallel.sharding.blocks import adamw, mesh_of
 from tests.data_parallel.test_sharded_options import WAYS, Way, two_layers
 
 

@@ -30,7 +30,7 @@ from imece.data_parallel.norm import norm_of
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
-from tests.data_parallel.sharding.test_units import (
+from tests.data_parallel.sharding.blocks import (
     LAYERS,
     Small,
     adamw,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from imece import layout
 from tests.data_parallel.checks import Check, Job, jobs, passed
-from tests.data_parallel.sharding.test_units import mesh_of, wrap
+from tests.data_parallel.sharding.blocks import mesh_of, wrap
 from tests.data_parallel.test_sharded_options import SHARDED, Way
 
 BLOCK = 256

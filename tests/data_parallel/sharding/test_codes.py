@@ -16,9 +16,9 @@ from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.trained import can_lie_flat
 from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.sharding.blocks import Block, Small, made, plain, units_of, wrap
 from tests.data_parallel.sharding.test_frozen import Adapter, adamw
 from tests.data_parallel.sharding.test_offload import all_of, late
-from tests.data_parallel.sharding.test_units import Block, Small, made, plain, units_of, wrap
 
 FP16 = torch.float16
 

@@ -17,7 +17,7 @@ from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.units import State
 from tests.data_parallel.checks import Check, Job, jobs, passed
-from tests.data_parallel.sharding.test_units import (
+from tests.data_parallel.sharding.blocks import (
     VOCAB,
     WIDTH,
     Block,

@@ -13,8 +13,8 @@ from torch import nn
 
 from imece import MixedPrecision
 from tests.data_parallel.checks import Check, Job, jobs, passed
-from tests.data_parallel.sharding import test_units
-from tests.data_parallel.sharding.test_units import (
+from tests.data_parallel.sharding import test_from_meta, test_units
+from tests.data_parallel.sharding.blocks import (
     Routed,
     Small,
     accumulated,
@@ -172,7 +172,8 @@ OTHERS = [
     "half", "masters keep bits", "states", "written", "from meta", "from meta, frozen", "resized",
     "gradient penalty", "failed backward", "unused on some ranks, accumulated",
 ]  # fmt: skip
-CHECKS |= {name: as_on_a_gpu(test_units.CHECKS[name]) for name in OTHERS}
+THERE = test_units.CHECKS | test_from_meta.CHECKS
+CHECKS |= {name: as_on_a_gpu(THERE[name]) for name in OTHERS}
 CHECKS |= {"two optimizers": two_optimizers, "nothing between": nothing_between}
 
 

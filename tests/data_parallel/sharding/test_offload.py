@@ -36,7 +36,7 @@ from imece.data_parallel.strategy import find_strategy
 from imece.footprint import OFFLOADS
 from imece.membership.pieces import Pieces
 from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
-from tests.data_parallel.sharding.test_units import (
+from tests.data_parallel.sharding.blocks import (
     Small,
     adamw,
     loss_of,

@@ -21,81 +21,33 @@ from imece import MixedPrecision, parallelize
 from imece.collectives import ops
 from imece.data_parallel.sharding import units
 from imece.data_parallel.sharding.freed import FreedParameter
-from imece.data_parallel.sharding.gathering import GatherOptions
-from imece.data_parallel.sharding.units import Flat, State, Unit, find_units, unit_numbers
+from imece.data_parallel.sharding.units import Flat, State, find_units
 from imece.errors import CollectiveError, MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
-
-WIDTH, VOCAB, LAYERS = 12, 17, 4
-
-
-class Block(nn.Module):
-    """Like a transformer's, with matrices of sizes that no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(self.up(self.norm(x)).tanh())
-        return out
-
-
-class Small(nn.Module):
-    """Tokens to the mean of their logits."""
-
-    def __init__(self, tied: bool = False, reentrant: bool | None = None, spare: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.first = nn.Linear(WIDTH, WIDTH)  # of the root, and wanted in backward after all blocks
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        if spare:
-            self.blocks[1].spare = nn.Linear(3, 3)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.embed(tokens))
-        for block in self.blocks:
-            if self.reentrant is None or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-class Branch(Block):
-    """Rank 0 uses one of its sides, in turn, the others use both: there all gradients come earlier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sides = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.steps: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        for at, side in enumerate(self.sides):
-            if dist.get_rank() or at == int(self.steps) % 2:
-                x = x + side(x).sin()
-        return x
-
-
-class Routed(Small):
-    """Ranks use different parameters of the same blocks."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__(reentrant=reentrant)
-        self.blocks = nn.ModuleList(Branch() for _ in range(LAYERS))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            assert isinstance(block, Branch)
-            block.steps += torch.is_grad_enabled()
-        return super().forward(tokens)
+from tests.data_parallel.sharding.blocks import (
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Routed,
+    Small,
+    Twice,
+    accumulated,
+    accumulated_in_no_sync,
+    assert_freed,
+    assert_freed_if_gathered,
+    batch,
+    full_bytes,
+    loss_of,
+    made,
+    mesh_of,
+    muon_and_adamw,
+    partly_frozen,
+    plain,
+    there_when_blocks_run,
+    units_of,
+    wrap,
+)
 
 
 class Segments(Routed):
@@ -106,29 +58,6 @@ class Segments(Routed):
         x = self.first(self.embed(tokens))
         for at in range(0, LAYERS, 2):
             x = checkpoint(nn.Sequential(*self.blocks[at : at + 2]), x, use_reentrant=self.reentrant)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-def partly_frozen() -> Small:
-    model = Small()
-    model.embed.requires_grad_(False)
-    model.blocks[2].requires_grad_(False)
-    return model
-
-
-class Twice(Small):
-    """Its blocks run twice, with weights of the first one in all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, *others = (block for block in self.blocks if isinstance(block, Block))
-        for block in others:
-            block.down.weight = first.down.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.embed(tokens))
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -167,115 +96,6 @@ class Trees(Small):
         return once + self(tokens.roll(1), again=False) if again else once
 
 
-def made(make: Callable[[], nn.Module] = Small) -> nn.Module:
-    torch.manual_seed(5)
-    return make()
-
-
-def mesh_of(group: dist.ProcessGroup) -> Any:
-    """What parallelize wants of a mesh."""
-    return SimpleNamespace(
-        world_group=group, world_size=group.size(), rank=group.rank(), hosts=(tuple(range(group.size())),),
-        host_group=group, cross_group=None, device=torch.device("cpu"),
-        data_group=group, size=lambda axis: 1,
-    )  # fmt: skip
-
-
-def wrap(model: nn.Module, group: dist.ProcessGroup, strategy: str = "zero3", **options: Any) -> Any:
-    optimizer = options.pop("make", adamw)(model)
-    options.setdefault("gather", True)
-    model, optimizer = parallelize(model, optimizer, strategy, mesh_of(group), **options)
-    return model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else Together(optimizer)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon looks at whole matrices, which no rank may have in part."""
-    matrices = [each for name, each in model.named_parameters() if "blocks" in name and each.ndim == 2]
-    others = [each for each in model.parameters() if not any(each is other for other in matrices)]
-    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-
-
-class Together:
-    """Several optimizers as one."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def step(self) -> None:
-        for each in self._optimizers:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self._optimizers:
-            each.zero_grad()
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    tokens = torch.randint(VOCAB, (3, 6), generator=generator)
-    return tokens, tokens.roll(1)
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    tokens, targets = batch(step)
-    return nn.functional.cross_entropy(model(tokens).view(-1, VOCAB), targets.view(-1))
-
-
-def units_of(model: Any) -> list[Unit]:
-    units: list[Unit] = model.sharding.gathering.units
-    return units
-
-
-def full_bytes(model: Any) -> int:
-    return sum(flat.full.untyped_storage().nbytes() for unit in units_of(model) for flat in unit.flats)
-
-
-def assert_freed(model: Any) -> None:
-    assert full_bytes(model) == 0, f"{full_bytes(model)} bytes of parameters are left"
-    assert all(unit.state is State.FREED for unit in units_of(model))
-    assert all(isinstance(each, FreedParameter) for each in model.parameters() if each.requires_grad)
-
-
-# Training.
-
-
-def plain(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.detach()
-
-
-def accumulated(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
-    for step in range(steps):
-        for micro in range(3):
-            loss = loss_of(model, 3 * step + micro)
-            loss.backward()
-            assert_freed_if_gathered(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.detach()
-
-
-def accumulated_in_no_sync(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
-    for step in range(steps):
-        with model.no_sync():
-            for micro in range(2):
-                loss_of(model, 3 * step + micro).backward()
-                assert_freed_if_gathered(model)
-        loss = loss_of(model, 3 * step + 2)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.detach()
-
-
 def all_in_a_checkpoint(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
     """Of both kinds, around all of the model but its loss."""
     for step in range(steps):
@@ -301,11 +121,6 @@ def with_evaluation(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Te
         optimizer.step()
         optimizer.zero_grad()
         yield torch.stack([one.detach(), two.detach(), seen])
-
-
-def assert_freed_if_gathered(model: Any) -> None:
-    if hasattr(model, "sharding") and model.sharding.gathering is not None:
-        assert_freed(model)
 
 
 Train = Callable[[Any, Any, int], Iterator[torch.Tensor]]
@@ -419,7 +234,6 @@ CHECKS: dict[str, Check] = {
     "with evaluation": same_bits(train=with_evaluation),
 }
 
-
 # What is there when.
 
 
@@ -517,19 +331,6 @@ def units_that_stay(group: dist.ProcessGroup) -> None:
     there([])
     for part, expected in zip(model.parts, other.parts, strict=True):
         assert torch.equal(part.parameter.grad, expected.parameter.grad), part.name
-
-
-def there_when_blocks_run(model: Any) -> list[list[int]]:
-    """From now on: of each forward and backward of a block, the blocks that have memory."""
-    found: list[list[int]] = []
-
-    def look(*_: Any) -> None:
-        found.append([unit.number - 1 for unit in units_of(model)[1:] if unit.state is not State.FREED])
-
-    for block in model.module.blocks:
-        block.up.register_forward_hook(look)
-        block.up.register_full_backward_hook(look)
-    return found
 
 
 def kept_memory(group: dist.ProcessGroup) -> None:
@@ -872,119 +673,6 @@ def states(group: dist.ProcessGroup) -> None:
     model.check_parameters()
 
 
-# From the meta device.
-
-
-class Scale(nn.Module):
-    """Nothing fills it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.by
-
-
-class Scaled(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].norm = Scale()
-
-
-def from_meta(group: dist.ProcessGroup) -> None:
-    most = 0
-
-    def watch() -> Callable[[nn.Module], None]:
-        def init(module: nn.Module) -> None:
-            nonlocal most
-            whole = {id(each): each for each in model.parameters() if not each.is_meta}
-            most = max(most, sum(each.untyped_storage().nbytes() for each in heap(whole.values())))
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
-
-        return init
-
-    found = []
-    for options in ({"gather": True}, {"gather": False}, {"strategy": "zero1"}, {"init": watch()}):
-        with torch.device("meta"):
-            model = Small(tied="init" not in options)
-        torch.manual_seed(dist.get_rank())
-        wrapped, optimizer = wrap(model, group, **{"strategy": "zero3"} | options)
-        assert not any(each.is_meta for each in wrapped.parameters())
-        assert next(model.parameters()) is model.embed.weight
-        state = {name: each.clone() for name, each in wrapped.state_dict().items()}
-        assert all(bool(each.isfinite().all()) and float(each.std()) < 2 for each in state.values())
-        digests = [None] * group.size()
-        dist.all_gather_object(
-            digests, {name: float(each.double().sum()) for name, each in state.items()}, group
-        )
-        assert all(each == digests[0] for each in digests), "ranks have other values"
-        assert state["module.blocks.0.up.weight"].ne(state["module.blocks.1.up.weight"]).any()
-        losses = list(plain(wrapped, optimizer, 3))
-        assert losses[-1] < losses[0] * 1.5
-        found.append(wrapped)
-    assert found[0].module.head.weight is found[0].module.embed.weight
-    largest = max(
-        sum(4 * each.numel() for each in block.parameters()) for block in [model.blocks[0], model.head]
-    )
-    assert 0 < most <= 3 * largest, f"{most} bytes were there at a time; a block has {largest}"
-
-
-def heap(parameters: Any) -> list[torch.Tensor]:
-    return [each for each in parameters if not isinstance(each, FreedParameter)]
-
-
-def from_meta_same_values(group: dist.ProcessGroup) -> None:
-    """The values depend on rank 0's seed, not on the strategy."""
-    states = []
-    for strategy, options in (("zero3", {}), ("zero3", {"gather": False}), ("zero1", {})):
-        with torch.device("meta"):
-            model = Twice()  # the root has what its blocks share
-        torch.manual_seed(40 + dist.get_rank())
-        wrapped, _ = wrap(model, group, strategy, **options)
-        states.append({name: each.clone() for name, each in wrapped.state_dict().items()})
-    for other in states[1:]:
-        assert all(torch.equal(each, other[name]) for name, each in states[0].items())
-
-
-def from_meta_frozen(group: dist.ProcessGroup) -> None:
-    """The root has nothing to train, and some of a block neither."""
-    with torch.device("meta"):
-        model = Small()
-    for part in (model.embed, model.first, model.head, model.blocks[1].norm):
-        part.requires_grad_(False)
-    torch.manual_seed(dist.get_rank())
-    wrapped, optimizer = wrap(model, group)
-    assert not any(each.is_meta for each in model.parameters())
-    assert_freed(wrapped)
-    assert all(isinstance(each, FreedParameter) for each in model.parameters())
-    with wrapped.gathered():
-        embed = model.embed.weight.clone()
-        dist.broadcast(embed, 0)
-        assert torch.equal(embed, model.embed.weight) and embed.std() > 0.5
-    list(plain(wrapped, optimizer, 2))
-    assert torch.equal(embed, wrapped.state_dict()["module.embed.weight"])
-
-
-def from_meta_unfilled(group: dist.ProcessGroup) -> None:
-    with torch.device("meta"):
-        model = Scaled()
-    with pytest.raises(
-        ValueError, match=r"blocks.1.norm \(Scale\) is on the meta device and has no reset_par"
-    ):
-        wrap(model, group)
-    assert all(each.is_meta for each in model.parameters())
-    with pytest.raises(
-        ValueError, match=r"by of blocks.1.norm \(Scale\) was on the meta device and init\(\) did"
-    ):
-        wrap(model, group, init=lambda module: getattr(module, "reset_parameters", lambda: None)())
-    with torch.device("meta"):
-        other = Small()
-    with pytest.raises(ValueError, match="no model on the meta device"):
-        wrap(other, group, "replicate")
-
-
 # Hosts, and compiled blocks.
 
 
@@ -1038,24 +726,20 @@ CHECKS |= {
     "wrapped again": wrapped_again,
     "masters keep bits": masters_keep_bits,
     "states": states,
-    "from meta": from_meta,
-    "from meta, the same values": from_meta_same_values,
-    "from meta, frozen": from_meta_frozen,
-    "from meta, unfilled": from_meta_unfilled,
     "one rank alone": one_rank_alone,
 }
+
 SLOW = ["unused on some ranks, accumulated", "units by size", "units by class", "many in flight"]
 EACH = [name for name in CHECKS if name not in SLOW]
 CHECKS |= {"hybrid": hybrid, "compiled": compiled}
 
-
-MORE = ["plain", "tied", "checkpoint, re-entrant", "unused on some ranks", "written", "from meta"]
+MORE = ["plain", "tied", "checkpoint, re-entrant", "unused on some ranks", "written"]
 JOBS = [
     *jobs(__name__, EACH, (2, "gloo")),
     *jobs(__name__, MORE, (2, "shm")),
     *jobs(__name__, ["unused on some ranks", "written"], (3, "gloo")),
     *jobs(__name__, ["hybrid"], (4, "gloo")),
-    *slow(jobs(__name__, ["plain", "tied", "checkpoint, re-entrant", "from meta"], (3, "gloo"))),
+    *slow(jobs(__name__, ["plain", "tied", "checkpoint, re-entrant"], (3, "gloo"))),
     *slow(jobs(__name__, SLOW, (2, "gloo")) + jobs(__name__, ["compiled"], (1, "gloo"))),
 ]
 
@@ -1063,80 +747,3 @@ JOBS = [
 @pytest.mark.parametrize("job", JOBS)
 def test_units(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
-
-
-# Which modules are units.
-
-
-def names_of(model: nn.Module, wanted: Any = None) -> list[str]:
-    return [unit.name for unit in find_units(model, wanted)]
-
-
-def attention() -> nn.Module:
-    return nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=3)
-
-
-def test_repeated_blocks_are_units() -> None:
-    assert names_of(Small()) == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    two = nn.ModuleDict({"left": Small(), "right": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Small())})
-    found = names_of(two)
-    assert len(found) == 9 and found[1] == "left.blocks.0" and found[-1] == "right.2.blocks.3"
-    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))  # nobody calls a list
-    assert names_of(stages) == ["", "0.0", "0.1", "1.0", "1.1"]
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2))
-    assert names_of(mixed) == [""], "its children are of different classes"
-    frozen = Small()
-    frozen.blocks[2].requires_grad_(False)
-    assert names_of(frozen) == names_of(Small())
-    shared = Block()
-    assert names_of(nn.Sequential(shared, shared)) == ["", "0"]
-
-
-def test_units_by_class() -> None:
-    assert names_of(Small(), (nn.LayerNorm, nn.Embedding)) == [
-        "",
-        "embed",
-        *(f"blocks.{n}.norm" for n in range(4)),
-    ]
-    assert names_of(Small(), (Block, nn.Linear)) == ["", "first", *(f"blocks.{n}" for n in range(4)), "head"]
-    assert names_of(attention(), (nn.Linear,)) == ["", "linear1", "linear2"]
-    with pytest.raises(ValueError, match=r"units=\(Conv2d\): the model has no such module"):
-        find_units(Small(), (nn.Conv2d,))
-
-
-def test_units_by_size() -> None:
-    block = sum(each.numel() for each in Block().parameters())
-    assert names_of(Small(), block) == ["", *(f"blocks.{n}" for n in range(4))]
-    assert names_of(Small(), block + 1) == [""]
-    linear = WIDTH * (2 * WIDTH + 1)
-    assert names_of(Small(), linear)[:3] == ["", "blocks.0.up", "blocks.0.down"]
-    # Attention takes the weight of its out_proj, and calls it never.
-    assert names_of(attention(), 1) == ["", "self_attn", "linear1", "linear2", "norm1", "norm2"]
-    assert names_of(attention(), 4 * 8 * (8 + 1)) == ["", "self_attn"], "with its out_proj it has so many"
-    assert names_of(attention(), 4 * 8 * (8 + 1) + 1) == [""]
-    with pytest.raises(ValueError, match="units=0"):
-        find_units(Small(), 0)
-
-
-def test_which_unit_has_a_parameter() -> None:
-    def numbers(model: nn.Module, wanted: Any = None) -> dict[str, int]:
-        named = dict(model.named_parameters())
-        return dict(zip(named, unit_numbers(model, find_units(model, wanted), named.values()), strict=True))
-
-    found = numbers(Small())
-    assert found["embed.weight"] == found["head.weight"] == 0
-    assert found["blocks.0.up.weight"] == 1 and found["blocks.3.norm.bias"] == 4
-    found = numbers(Twice())
-    assert found["blocks.0.down.weight"] == 0, "several blocks have it"
-    assert found["blocks.0.down.bias"] == 1
-    shared = Block()
-    assert set(numbers(nn.Sequential(shared, shared)).values()) == {1}
-    block = sum(each.numel() for each in Block().parameters())
-    inner = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, block // WIDTH))
-    nested = numbers(nn.Sequential(inner, nn.Tanh()), block)
-    assert nested["0.0.up.weight"] == 1 and nested["0.1.weight"] == 0 and nested["0.2.weight"] == 2
-
-
-def test_gathers_in_flight_is_checked() -> None:
-    with pytest.raises(ValueError, match="gathers_in_flight is 0"):
-        GatherOptions(in_flight=0)

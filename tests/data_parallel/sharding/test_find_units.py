@@ -1,0 +1,91 @@
+"""Which modules of a model are units, and which unit has a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from imece.data_parallel.sharding.gathering import GatherOptions
+from imece.data_parallel.sharding.units import find_units, unit_numbers
+from tests.data_parallel.sharding.blocks import (
+    WIDTH,
+    Block,
+    Small,
+    Twice,
+)
+
+
+def names_of(model: nn.Module, wanted: Any = None) -> list[str]:
+    return [unit.name for unit in find_units(model, wanted)]
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=3)
+
+
+def test_repeated_blocks_are_units() -> None:
+    assert names_of(Small()) == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    two = nn.ModuleDict({"left": Small(), "right": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Small())})
+    found = names_of(two)
+    assert len(found) == 9 and found[1] == "left.blocks.0" and found[-1] == "right.2.blocks.3"
+    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))  # nobody calls a list
+    assert names_of(stages) == ["", "0.0", "0.1", "1.0", "1.1"]
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2))
+    assert names_of(mixed) == [""], "its children are of different classes"
+    frozen = Small()
+    frozen.blocks[2].requires_grad_(False)
+    assert names_of(frozen) == names_of(Small())
+    shared = Block()
+    assert names_of(nn.Sequential(shared, shared)) == ["", "0"]
+
+
+def test_units_by_class() -> None:
+    assert names_of(Small(), (nn.LayerNorm, nn.Embedding)) == [
+        "",
+        "embed",
+        *(f"blocks.{n}.norm" for n in range(4)),
+    ]
+    assert names_of(Small(), (Block, nn.Linear)) == ["", "first", *(f"blocks.{n}" for n in range(4)), "head"]
+    assert names_of(attention(), (nn.Linear,)) == ["", "linear1", "linear2"]
+    with pytest.raises(ValueError, match=r"units=\(Conv2d\): the model has no such module"):
+        find_units(Small(), (nn.Conv2d,))
+
+
+def test_units_by_size() -> None:
+    block = sum(each.numel() for each in Block().parameters())
+    assert names_of(Small(), block) == ["", *(f"blocks.{n}" for n in range(4))]
+    assert names_of(Small(), block + 1) == [""]
+    linear = WIDTH * (2 * WIDTH + 1)
+    assert names_of(Small(), linear)[:3] == ["", "blocks.0.up", "blocks.0.down"]
+    # Attention takes the weight of its out_proj, and calls it never.
+    assert names_of(attention(), 1) == ["", "self_attn", "linear1", "linear2", "norm1", "norm2"]
+    assert names_of(attention(), 4 * 8 * (8 + 1)) == ["", "self_attn"], "with its out_proj it has so many"
+    assert names_of(attention(), 4 * 8 * (8 + 1) + 1) == [""]
+    with pytest.raises(ValueError, match="units=0"):
+        find_units(Small(), 0)
+
+
+def test_which_unit_has_a_parameter() -> None:
+    def numbers(model: nn.Module, wanted: Any = None) -> dict[str, int]:
+        named = dict(model.named_parameters())
+        return dict(zip(named, unit_numbers(model, find_units(model, wanted), named.values()), strict=True))
+
+    found = numbers(Small())
+    assert found["embed.weight"] == found["head.weight"] == 0
+    assert found["blocks.0.up.weight"] == 1 and found["blocks.3.norm.bias"] == 4
+    found = numbers(Twice())
+    assert found["blocks.0.down.weight"] == 0, "several blocks have it"
+    assert found["blocks.0.down.bias"] == 1
+    shared = Block()
+    assert set(numbers(nn.Sequential(shared, shared)).values()) == {1}
+    block = sum(each.numel() for each in Block().parameters())
+    inner = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, block // WIDTH))
+    nested = numbers(nn.Sequential(inner, nn.Tanh()), block)
+    assert nested["0.0.up.weight"] == 1 and nested["0.1.weight"] == 0 and nested["0.2.weight"] == 2
+
+
+def test_gathers_in_flight_is_checked() -> None:
+    with pytest.raises(ValueError, match="gathers_in_flight is 0"):
+        GatherOptions(in_flight=0)
