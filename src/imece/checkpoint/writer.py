@@ -132,11 +132,15 @@ class Writer:
             patience.wait(None, "rank 0")
         attempt = f"{session}-{request.number}"
         partial = files.partial_folder(self._folder, request.step, attempt)
-        final = files.step_folder(self._folder, request.step)
-        own = ""
+        own = self._write_or_excuse(request, partial, attempt)
+        self._await_verdict(files.step_folder(self._folder, request.step), partial, attempt, patience, own)
+
+    def _write_or_excuse(self, request: Request, partial: Path, attempt: str) -> str:
+        """Writes this rank's part, or in its place why it cannot, and returns that; "" if it is written."""
         try:
             if self._failure(attempt) is None:
                 self._write_in_time(request.written(), partial, attempt)
+            return ""
         except Exception as error:
             own = why_of(error)
             try:
@@ -149,6 +153,11 @@ class Writer:
                     raise NotSavedError(f"rank {self._rank}: {own}") from error
             if not isinstance(error, OSError | NotSavedError):
                 raise
+            return own
+
+    def _await_verdict(self, final: Path, partial: Path, attempt: str, patience: Patience, own: str) -> None:
+        """Waits until the checkpoint is in place. NotSavedError if it will not be. own: why, if it is this
+        rank's fault."""
         there_at = time.monotonic()
         while not _is_of(final, attempt):
             if (theirs := self._failure(attempt)) is not None:
