@@ -5,7 +5,7 @@ et al. 2022, section 4.2.2). DTensor's placements on both sides determine the pa
 
                     forward         backward
     enter           -               all-reduce      a whole tensor, which each rank uses for its part
-      sequence      all-gather      reduce-scatter  the same, where each rank holds some of the positions
+      sequence      all-gather      reduce-scatter  the same, if each rank holds some of the positions
     leave           all-reduce      -               each rank's addend of a whole tensor
       sequence      reduce-scatter  all-gather
     join_channels   all-gather      -               each rank's last channels; then all of them on each rank

@@ -6,8 +6,8 @@ does.
               bias, which is whole, is added
     vocab     an Embedding's or a head's rows; an embedding's ranks look up what they have and add zeros, a
               head's logits are made whole unless they are to stay divided
-    heads     whole parameters that each rank uses for its heads alone, as the norms of queries and keys
-    sequence  whole parameters that each rank uses for its positions alone; with sequence=True
+    heads     whole parameters that each rank uses only for its heads, such as norms of queries and keys
+    sequence  whole parameters that each rank uses only for its positions; with sequence=True
     scatter   from this module's output on each rank holds its positions; with sequence=True
     gather    this module's input is made whole; with sequence=True
 

@@ -44,7 +44,7 @@ def positions_of(rank: int, ranks: int, length: int) -> Tensor:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float
 ) -> Tensor:
-    """Softmax attention of this rank's queries with the keys and values of all ranks of the group.
+    """Softmax attention of this rank's queries to the keys and values of all ranks of the group.
 
     q [B, heads, T, width]; k, v [B, kv_heads, T, width], heads a multiple of kv_heads. T: positions of each
     rank; with `causal` they are those of `positions_of`.

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are divided by the vocabulary, a DTensor: each rank has some columns."""
+"""Cross-entropy of logits divided by vocabulary, a DTensor: each rank has some columns."""
 
 from __future__ import annotations
 

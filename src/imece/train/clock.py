@@ -27,7 +27,7 @@ class Lap:
 
 
 class Clock:
-    """Seconds of each phase of the step under way.
+    """Seconds of each phase of the present step.
 
     A GPU's host only queues the work, so there a phase is the time between two events on the stream. Reading
     them waits until the step is over, which the loop does anyway to see the loss.

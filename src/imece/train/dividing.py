@@ -46,7 +46,7 @@ def groups_of(section: MeshSection, ranks: int) -> int:
 
 
 def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> None:
-    """UserError for a model or sequences (tokens) that cannot be divided as the config says."""
+    """UserError for a model, or sequences (in tokens), that cannot be divided as the config says."""
     if config.mesh.sequence and config.mesh.tensor == 1:
         raise UserError("--mesh.sequence is for ranks that divide matrices: give --mesh.tensor, 2 or more")
     if config.mesh.size == 1:

@@ -52,7 +52,7 @@ class _Difference:
 
 
 class Drift:
-    """Watches one wrapped model. Made anew when the ranks change."""
+    """Watches one wrapped model. Create a new one when the ranks change."""
 
     def __init__(self, model: DistributedDataParallel, optimizers: Sequence[Optimizer], every: int) -> None:
         """every: steps in which everything is compared once; 0: never."""

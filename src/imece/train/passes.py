@@ -1,7 +1,7 @@
 """How a rank's micro-batches become gradients: one after the other, or through the stages of a pipeline.
 
 passes    the forwards and backwards of a step, and the sum of their gradients over the ranks
-draws     called with the place of a micro-batch before it is computed: what its model draws follows from that
+draws     called with the place of a micro-batch before it is computed, which determines its random draws
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StageLoss:
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self.scaler = scaler
-        self.heard: list[float] | None = None  # of each micro-batch, while somebody listens
+        self.heard: list[float] | None = None  # by micro-batch, while somebody listens
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = cross_entropy(logits, targets, IGNORE, "sum") / targets.numel()

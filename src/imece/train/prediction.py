@@ -234,7 +234,7 @@ def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:
 
 
 def compared(prediction: Prediction, came: dict[str, Any]) -> str:
-    """ "predicted 0.62 GB a rank, 550 ms a step; measured 0.70 GB, 562 ms": the end's line."""
+    """ "predicted 0.62 GB a rank, 550 ms a step; measured 0.70 GB, 562 ms": a line for the end."""
     said, was = [f"{gigabytes(prediction.needed)} a rank"], []
     if came["rank_bytes"]:
         was.append(gigabytes(came["rank_bytes"]))

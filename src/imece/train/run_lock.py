@@ -19,7 +19,7 @@ from imece.errors import UserError
 FILE = ".lock"
 """The lock file in the run folder. It stays there, and says who began the current run."""
 HELD = "IMECE_RUN_HELD"
-"""Set to 1 in the environment of ranks whose launcher holds the lock, for as long as any of them lives."""
+"""Set to 1 in the environment of ranks whose launcher holds the lock as long as any of them lives."""
 _STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _MOST_BYTES = 200  # of the file's text
 

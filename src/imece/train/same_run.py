@@ -79,6 +79,6 @@ def _computing(config: TrainConfig) -> dict[str, Any]:
 
 
 def _more(names: Sequence[str]) -> str:
-    """That the names after the first differ too."""
+    """Names further differences after the first."""
     named = some(names[1:], _MOST_NAMED)
     return f" ({named} differ{'s' * (len(names) == 2)} too)" if named else ""

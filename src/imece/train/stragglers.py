@@ -37,7 +37,7 @@ class Slow:
         )
 
     def figures(self) -> dict[str, int | str | float]:
-        """For a step's record."""
+        """Figures for a step's record."""
         return {
             "slowest_rank": self.rank,
             "slowest_phase": self.phase,
