@@ -1,6 +1,7 @@
-"""What was predicted of a run beside what came: the file with both, and lines that say where it was off.
+"""Compares a run's prediction with its measurements: the file with both, and lines that say where it was off.
 
-PLAN_FILE in the run folder has {"predicted": {...}, "measured": {...}}; the second comes when the run ends.
+PLAN_FILE in the run folder holds {"predicted": {...}, "measured": {...}}; the second is added when the run
+ends.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class Row:
 
     @property
     def off(self) -> float | None:
-        """How much too high the prediction was, as a part of what was measured; None where one is missing."""
+        """How much too high the prediction was, as a part of the measured value; None if one is missing."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1
 
 
 def read_plan(run: Path) -> dict[str, Any]:
-    """What is in a run folder. UserError if there is no such file, or it is not what imece train writes."""
+    """The content of a run folder's plan file. UserError if there is none, or imece train did not write
+    it."""
     path = run / PLAN_FILE
     try:
         content = json.loads(path.read_bytes())
@@ -61,19 +63,19 @@ def read_plan(run: Path) -> dict[str, Any]:
 
 
 def _check(where: str, table: object, sizes: str, whole: str) -> None:
-    """ValueError where one of the tables is none, or one of the figures cannot be."""
+    """ValueError if a table is missing, or a figure is impossible."""
     for name, each in ((where, table), (sizes, table.get(sizes, {}) if isinstance(table, dict) else {})):
         if not isinstance(each, dict):
             raise ValueError(f"{name} is no table")
         for key in each if name == sizes else (whole, "step_s"):
             figure = each.get(key)
             is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
-            if figure is not None and not (is_number and 0 <= figure <= sys.float_info.max):  # NaN is not
+            if figure is not None and not (is_number and 0 <= figure <= sys.float_info.max):  # false for NaN
                 raise ValueError(f"{key} is {reprlib.repr(figure)}, which is no size or time")
 
 
 def rows(content: Mapping[str, Any]) -> list[Row]:
-    """All that was predicted or measured."""
+    """Everything that was predicted or measured."""
     predicted, measured = content["predicted"], content.get("measured") or {}
     state, counted = predicted.get("counted_bytes", {}), measured.get("memory_bytes", {})
     found = [Row(name, "bytes", state.get(name), counted.get(name)) for name in _STATE]
@@ -85,7 +87,7 @@ def rows(content: Mapping[str, Any]) -> list[Row]:
 
 
 def check_lines(content: Mapping[str, Any]) -> Iterator[str]:
-    """A table, and what it says in a sentence."""
+    """A table, and its summary in a sentence."""
     found = rows(content)
     yield f"{'':<14} {'predicted':>12} {'measured':>12} {'off':>8}"
     for row in found:
@@ -111,7 +113,7 @@ def check_lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a program."""
+    """The comparison for a program."""
     return {
         "predicted": content["predicted"],
         "measured": content.get("measured"),

@@ -37,34 +37,34 @@ from imece.errors import UserError
 
 GIB = 2**30
 
-_MOST = 10**6  # hosts, and GPUs of one
+_MOST = 10**6  # of hosts, and of GPUs per host
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([mgt])(bits?|b)(?:ps|/s)?", re.IGNORECASE)
 _BITS = {"m": 1e6, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between a rank and its neighbours at one level of the network."""
+    """The link between a rank and its neighbours at one level of the network."""
 
-    bandwidth: float  # bytes/s, one direction, a rank, as the vendor says
-    latency: float  # s a message
-    efficiency: float = 0.8  # of the bandwidth that a large message reaches
-    half_bytes: float = 0.0  # message size at which half of that is reached
-    hop_s: float = 0.0  # s that each host of a ring adds besides, for each 384 MiB
-    switch: float = 1.0  # how much faster an all-reduce is because the switch adds up
+    bandwidth: float  # bytes/s, one direction, per rank, by the vendor
+    latency: float  # s per message
+    efficiency: float = 0.8  # part of the bandwidth that a large message reaches
+    half_bytes: float = 0.0  # message size that reaches half of that
+    hop_s: float = 0.0  # s that each host of a ring adds for each 384 MiB
+    switch: float = 1.0  # speed-up of an all-reduce by a switch that adds
     lanes: tuple[
         float, ...
-    ] = ()  # part of the bandwidth that a ring of 1, 2, ... ranks has; all where left out
+    ] = ()  # part of the bandwidth that a ring of 1, 2, ... ranks has; if empty, all of it
 
     def rate(self, message_bytes: float, ranks: int = 0) -> float:
-        """Bytes/s that a message of that size sees, in a ring of `ranks` of them."""
+        """Bytes/s for a message of this size in a ring of `ranks`."""
         lanes = self.lanes[ranks - 1] if 0 < ranks <= len(self.lanes) else 1.0
         whole = self.bandwidth * self.efficiency * lanes
         return whole * message_bytes / (message_bytes + self.half_bytes + 1)
 
     @property
     def best(self) -> float:
-        """Bytes/s that large messages see."""
+        """Bytes/s for large messages."""
         return self.bandwidth * self.efficiency
 
 
@@ -73,29 +73,29 @@ class Gpu:
     """One device."""
 
     name: str
-    peak: float  # FLOP/s of dense bf16 matrix products (without bf16: fp16; CPUs: fp32), as the vendor says
+    peak: float  # FLOP/s of dense bf16 matrix products (without bf16: fp16; CPUs: fp32), by the vendor
     peak_fp32: float  # FLOP/s of fp32 matrix products, without TF32: torch's default
     reachable: float  # part of `peak` that the best measured product reaches
-    memory_bytes: int  # that a program can use before any context
+    memory_bytes: int  # usable by a program, before any context
     memory_bandwidth: float  # bytes/s
     overhead_bytes: int  # context, libraries and communicators, outside the framework's allocator
-    price_per_hour: float | None = None  # US dollars, for orientation only
-    sustained: float = 0.9  # part of what is reachable that products of usual shapes hold for long
+    price_per_hour: float | None = None  # US dollars, only for orientation
+    sustained: float = 0.9  # part of the reachable rate that products of usual shapes sustain
     flash: tuple[float, float] = (0.4, 0.34)  # part of `peak` in flash attention, forward and backward
-    multiprocessors: int = 100  # among which the tiles of a product are dealt; 1: a CPU
-    bf16: bool = True  # whether its matrix units have it
-    fp8: float = 0.0  # rate of dense products in FP8, summed in fp32, over that in bf16; 0: it has none
+    multiprocessors: int = 100  # over which a product's tiles are spread; 1: a CPU
+    bf16: bool = True  # whether matrix units have it
+    fp8: float = 0.0  # rate of dense FP8 products, summed in fp32, relative to bf16; 0: none
 
-    def __hash__(self) -> int:  # of one field: it is a key of caches that are asked for each candidate
+    def __hash__(self) -> int:  # of one field only: instances are keys of caches that every candidate asks
         return hash(self.name)
 
     @property
     def is_cpu(self) -> bool:
-        """Of a rank that computes on cores of its host."""
+        """Whether it is a rank on cores of its host."""
         return self.multiprocessors == 1
 
     def multiplying(self, element_bytes: int) -> Gpu:
-        """The same, whose `peak` is that of products of such elements."""
+        """The same GPU with the `peak` of products of such elements."""
         return replace(self, peak=self.peak_fp32) if element_bytes == 4 else self
 
 
@@ -116,7 +116,7 @@ class Cluster:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - clusters are few, and small
     def multiplying(self, element_bytes: int) -> Cluster:
-        """The same, whose devices' `peak` is that of products of such elements."""
+        """The same cluster with the devices' `peak` for products of such elements."""
         return replace(self, gpu=self.gpu.multiplying(element_bytes))
 
 
@@ -127,25 +127,25 @@ def _presets() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Of all presets."""
+    """The names of all presets."""
     return tuple(_presets()["gpus"])
 
 
 def gpus_with_fp8() -> tuple[str, ...]:
-    """Of all presets those that multiply in FP8."""
+    """The names of all presets with FP8."""
     return tuple(name for name in gpu_names() if find_gpu(name).fp8)
 
 
 def find_gpu(name: str) -> Gpu:
-    """The preset of that name; capitals, blanks and hyphens do not matter. UserError with the nearest."""
+    """The preset of this name, ignoring case, blanks and hyphens. UserError with the nearest name."""
     return _gpu(_gpu_table(name))
 
 
 def find_network(name: str, gpus_per_host: int, slot: float = math.inf) -> Link:
-    """A preset, or like "400Gb": bits/s for each GPU. UserError with the nearest names, or for bytes.
+    """A preset, or a rate such as "400Gb": bits/s for each GPU. UserError with the nearest names, or for
+    bytes.
 
-    slot: bytes/s between a GPU and its host, which no preset gives it more than: one GPU has not what eight
-    share.
+    slot: bytes/s between a GPU and its host, which limits presets: a single GPU lacks what eight share.
     """
     rate = _RATE.fullmatch(name.strip())
     if rate and 0 < (bandwidth := float(rate[1]) * _BITS[rate[2].lower()] / 8) < math.inf:
@@ -170,9 +170,9 @@ def find_cluster(
     network: str | None = None,
     hardware: Path | None = None,
 ) -> Cluster:
-    """Presets by name, or what the file `hardware` says (see the head of this module).
+    """A cluster of presets by name, or of the file `hardware` (described at the top of this module).
 
-    UserError, in one line, for names that are none, numbers that cannot be, and a file that cannot be read.
+    UserError, in one line, for unknown names, impossible numbers, and a file that cannot be read.
     """
     own: dict[str, dict[str, Any]] = {} if hardware is None else _read_own(hardware)
     table = _asked_for(gpu, own.get("gpu", {}), hardware)
@@ -196,8 +196,8 @@ def find_cluster(
 
 
 def parse_gpus(text: str) -> tuple[int | None, str]:
-    """ "8xH100", "8 H100" -> (8, "H100"); "H100" -> (None, "H100"). Whether there is such a GPU, find_cluster
-    knows. UserError."""
+    """ "8xH100", "8 H100" -> (8, "H100"); "H100" -> (None, "H100"). UserError. find_cluster checks that there
+    is such a GPU."""
     if re.search(r"\d\s*[xX*].*[,+&;]\s*\d+\s*[xX*]", text):
         raise UserError(
             f"--gpus {text!r}: GPUs of one kind are planned for, and all wait for the slowest: ask for each"
@@ -205,10 +205,10 @@ def parse_gpus(text: str) -> tuple[int | None, str]:
     found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*|(\d{1,3})\s+)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
-    turned = re.fullmatch(r"(.+?)\s*[xX*:]\s*(\d{1,9})", found[3])  # but "RTX 3090"
+    turned = re.fullmatch(r"(.+?)\s*[xX*:]\s*(\d{1,9})", found[3])  # but not "RTX 3090"
     if turned and _plain(turned[1]) in (*map(_plain, gpu_names()), *_OTHER_NAMES):
         raise UserError(f"--gpus {text!r}: the number comes first, {turned[2]}x{turned[1]}")
-    number = found[1] or found[2]  # "3090 Ti" is a name: no host has so many
+    number = found[1] or found[2]  # "3090 Ti" is a name: no host has that many GPUs
     if re.fullmatch(r"\d{1,3}|\d*[.,]\d*\s*[xX*].*", found[3]):
         raise UserError(f"--gpus {text!r}: a whole number of them, and which, as in 8xH100")
     count = None if number is None else int(number)
@@ -218,12 +218,13 @@ def parse_gpus(text: str) -> tuple[int | None, str]:
 
 
 def describes_gpu(hardware: Path) -> bool:
-    """Whether the file is about a GPU, and not about links alone. UserError if it cannot be read."""
+    """Whether the file describes a GPU, not only links. UserError if it cannot be read."""
     return "gpu" in _read_own(hardware)
 
 
 def _asked_for(gpu: str | None, own: Mapping[str, Any], hardware: Path | None) -> dict[str, Any]:
-    """The GPU that is named, with what the file's [gpu] says of it; UserError if it says that of another."""
+    """The GPU that is asked for, with the file's [gpu] values. UserError if the file describes another
+    GPU."""
     name, like = own.get("name"), own.get("like")
     if gpu is None and like is None and name is None:
         where = "" if hardware is None else f", or say in {hardware} which one [gpu] is like"
@@ -276,7 +277,7 @@ def _link(table: Mapping[str, Any]) -> Link:
     return Link(**_known(Link, table, "link"))
 
 
-_ABOUT_HOSTS = ("inside", "slot", "network", "gpus_per_host")  # of a GPU's table
+_ABOUT_HOSTS = ("inside", "slot", "network", "gpus_per_host")  # keys of a GPU's table that describe its host
 _NOT_RATES = (
     *((name, str, "a name") for name in ("like", "name", "inside", "slot", "network")),
     *((name, int, "a whole number") for name in ("gpus_per_host", "multiprocessors")),
@@ -285,11 +286,11 @@ _NOT_RATES = (
 
 
 def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`table`, with tuples for its lists, if all names are fields and all numbers can be. ValueError."""
+    """`table`, with tuples for lists. ValueError unless all names are fields and all numbers are possible."""
     names = [field.name for field in fields(kind)]
     found = {}
     for name, value in table.items():
-        if name == "source":  # for people
+        if name == "source":  # for people only
             continue
         if name not in names:
             raise ValueError(f"[{where}] {name} is unknown; there are {', '.join(names)}")
@@ -307,9 +308,9 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
 
 
 def _why_not(name: str, number: Any) -> str | None:
-    """The number, and why it cannot be; None: it can."""
+    """The number and why it is impossible; None if it is possible."""
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or not abs(number) <= sys.float_info.max:  # an int may be more, and NaN is none
+    if not is_number or not abs(number) <= sys.float_info.max:  # an int may be larger, and NaN is no number
         return f"{number!r}; a number is needed"
     if name in _PARTS and not 0 < number <= 1:
         return f"{number}; it is a part: more than 0, and at most 1"
@@ -328,8 +329,8 @@ _PARTS = ("efficiency", "lanes", "reachable", "sustained", "flash")
 _POSITIVE = (
     "bandwidth", "switch", "peak", "peak_fp32", "memory_bytes", "memory_bandwidth", "multiprocessors",
 )  # fmt: skip
-_MOST_FP8 = 4  # a rate in FLOP/s was meant, or one that counts zeros
-# A number below these was meant in another unit: 400 Gb/s, 989 TFLOP/s, 80 GB.
+_MOST_FP8 = 4  # larger: a rate in FLOP/s was meant, or one that counts zeros
+# A smaller number was meant in another unit: 400 Gb/s, 989 TFLOP/s, 80 GB.
 _LEAST = {"bandwidth": 1e6, "memory_bandwidth": 1e8, "memory_bytes": 1e6, "peak": 1e8, "peak_fp32": 1e8}
 _UNIT = dict.fromkeys(_LEAST, "bytes/s") | {"memory_bytes": "bytes", "peak": "FLOP/s", "peak_fp32": "FLOP/s"}
 
@@ -340,7 +341,7 @@ def _read_own(path: Path) -> dict[str, dict[str, Any]]:
             tables = tomllib.load(file)
     except OSError as error:
         raise UserError(f"--hardware {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, too long a number, too deep a list
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number too long, a list too deep
         raise UserError(f"--hardware {path} is no TOML: {' '.join(str(error).split())}") from None
     for name, table in tables.items():
         if name not in ("gpu", "inside", "between", "host") or not isinstance(table, dict):
@@ -363,10 +364,10 @@ def _read_own(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "link"]) -> Any:
-    """The preset that `name` means. UserError with the nearest."""
+    """The preset that `name` means. UserError with the nearest name."""
     plain = {_plain(preset): preset for preset in presets}
     key = _plain(name)
-    short = _plain(_OF_NVIDIA.sub("", name.lower()))  # "NVIDIA A100-SXM4-80GB", as nvidia-smi has it
+    short = _plain(_OF_NVIDIA.sub("", name.lower()))  # nvidia-smi says "NVIDIA A100-SXM4-80GB"
     for spelling in (key, short, short.removesuffix("gb")):
         if (found := _OTHER_NAMES.get(spelling, spelling)) in plain:
             return plain[found]

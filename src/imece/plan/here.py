@@ -1,6 +1,6 @@
-"""The machine one is on, as the planner sees it: what was measured becomes a file to plan with.
+"""This machine as the planner sees it: turns measurements into a file to plan with.
 
-The file is what `--hardware` reads. Its first line says when and on what it was measured.
+The file is one that `--hardware` reads. Its first line says when and on what it was measured.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from imece.plan.speed.stage import stage_time
 from imece.writing import write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
-_SLOWEST = 0.1  # of the bytes that a copy moves
-_BETWEEN = Link(1.25e9, 50e-6, 0.9)  # hosts, which nobody measured
+_SLOWEST = 0.1  # least share of a copy's rate
+_BETWEEN = Link(1.25e9, 50e-6, 0.9)  # between hosts, where nothing was measured
 
 
 def profile_file() -> Path:
-    """Where this machine's figures are kept: IMECE_HERE, or in the cache folder, with the machine's name, for
-    homes may be shared by several.
+    """The file with this machine's figures: IMECE_HERE, or one in the cache folder under the machine's name,
+    because machines may share a home.
 
-    UserError where nobody knows of a home, as in containers whose user has no name.
+    UserError if there is no home, as in containers whose user has no name.
     """
     if named := os.environ.get("IMECE_HERE"):
         return Path(named)
@@ -48,10 +48,10 @@ def profile_file() -> Path:
 
 
 def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster | None:
-    """What was measured here before, shared out among so many ranks; None: as many as it had then. None if
-    nothing was measured.
+    """This machine as measured before, divided among `ranks` (None: as many as then). None if nothing was
+    measured, or the file's folder may not be entered.
 
-    UserError if the file cannot be read, or is damaged. None too where its folder may not be entered.
+    UserError if the file cannot be read, or is damaged.
     """
     path = path or profile_file()
     if not os.path.isfile(path):
@@ -61,9 +61,9 @@ def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster 
 
 
 def shared_out(cluster: Cluster, ranks: int) -> Cluster:
-    """The same machine with another number of ranks: together they have what those had together.
+    """The same machine with another number of ranks, which together have what the measured ones had.
 
-    CPU ranks are given all of its cores and memory, however few they are. A rank has no more than one GPU.
+    CPU ranks get all cores and memory, however few they are. A GPU rank has at most one GPU.
     """
     share = cluster.gpus_per_host / ranks
     if not cluster.gpu.is_cpu:
@@ -79,13 +79,13 @@ def shared_out(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def measured_on(path: Path) -> str:
-    """The line about when and on what; empty if there is none."""
+    """The line that says when and on what it was measured; empty if there is none."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("# ") if first.startswith("# ") else ""
 
 
 def cluster_of(figures: Mapping[str, Any]) -> Cluster:
-    """What bench/here.py measured, so that the planner's formulae give back what was measured."""
+    """The cluster for which the planner's formulae reproduce what bench/here.py measured."""
     base = find_gpu("CPU" if figures["kind"] == "cpu" else "H100")
     gpu = replace(
         base, name=str(figures["device"]), reachable=1.0, sustained=1.0, peak=1.0, peak_fp32=1.0,
@@ -94,7 +94,7 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
         price_per_hour=None, bf16=figures["dtype"] == "bfloat16", fp8=0.0,
     )  # fmt: skip
     side = int(figures["side"])
-    # At a peak of 1 the formula says how many seconds that product takes; it took this many.
+    # With a peak of 1 the formula gives as many times the measured seconds as the real peak.
     took = 2.0 * side**3 / figures["product"]
     gpu = replace(
         gpu,
@@ -110,7 +110,7 @@ def cluster_of(figures: Mapping[str, Any]) -> Cluster:
 
 
 def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
-    """The file, which find_cluster(hardware=...) reads back: an equal cluster."""
+    """The file, from which find_cluster(hardware=...) reads an equal cluster."""
     gpu = {name: value for name, value in asdict(cluster.gpu).items() if value is not None}
     tables = {
         "gpu": gpu | {"gpus_per_host": cluster.gpus_per_host},
@@ -130,7 +130,7 @@ def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
 
 
 def keep(text: str, path: Path) -> None:
-    """Write the file, whole or not at all. UserError if that cannot be."""
+    """Write the file, whole or not at all. UserError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
@@ -139,9 +139,9 @@ def keep(text: str, path: Path) -> None:
 
 
 def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
-    """With the rate at which a model's small kernels move bytes, which is below that of a copy.
+    """The GPU with the memory rate of a model's small kernels, which is below that of a copy.
 
-    The one at which forward and backward of the model that was measured take as long as they took.
+    It is the rate at which forward and backward of the measured model take as long as they took.
     """
     name, batch, seq = figures["model"]
     activations = 2 if figures["dtype"] != "float32" else 4
@@ -155,7 +155,7 @@ def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
         middle = (low + high) / 2
         slower = replace(
             gpu, name=f"{gpu.name} {middle}", memory_bandwidth=middle
-        )  # a name of its own: see Gpu
+        )  # another name, because caches compare names: see Gpu
         if stage_time(setup, replace(alone, gpu=slower), IMECE).compute > figures["model_s"]:
             low = middle
         else:
@@ -164,8 +164,8 @@ def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
 
 
 def _flash(gpu: Gpu, figures: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the peak, and no more than it: as compute.py counts, the causal half of the scores, and backward 2.5
-    times the work."""
+    """Attention's rates as parts of the peak, at most 1. They count as compute.py does: the causal half of
+    the scores, and 2.5 times the work in backward."""
     batch, heads, seq, width = figures["attention"]
     flops = 2.0 * batch * heads * seq * seq * width
     forward, backward = figures["attention_forward_s"], figures["attention_backward_s"]
@@ -174,7 +174,8 @@ def _flash(gpu: Gpu, figures: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _link(figures: Mapping[str, Any]) -> Link:
-    """From an all_reduce: each of n ranks sends 2(n - 1)/n of its bytes, in 2(n - 1) messages in turn."""
+    """The link that an all_reduce measured: each of n ranks sends 2(n - 1)/n of its bytes, in 2(n - 1)
+    messages in turn."""
     ranks = int(figures["ranks"])
     if ranks == 1:
         return find_cluster("CPU", 1, 1).inside

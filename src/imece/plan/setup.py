@@ -1,4 +1,4 @@
-"""How a model is to be trained: what the planner is asked about, and what its search varies.
+"""How a model is to be trained: the planner's question, and what its search varies.
 
 `gpus` means every accelerator or CPU that a rank runs on: one rank each.
 """
@@ -21,18 +21,18 @@ Schedule = Literal["1f1b", "gpipe"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the ranks are arranged. ranks = data x context x tensor x pipeline."""
+    """The arrangement of the ranks. ranks = data x context x tensor x pipeline."""
 
     strategy: Strategy = "replicate"
-    data: int = 1  # ranks that see different samples
-    shard: int = 1  # of data x context, over how many a part is dealt: all of them but for hybrid
+    data: int = 1  # ranks that read different samples
+    shard: int = 1  # of data x context, ranks over which states are sharded: all of them unless hybrid
     tensor: int = 1
-    sequence: bool = True  # sequence parallelism beside tensor parallelism
+    sequence: bool = True  # sequence parallelism with tensor parallelism
     context: int = 1  # ranks that share one sequence
     pipeline: int = 1
-    interleave: int = 1  # model chunks a pipeline rank
+    interleave: int = 1  # model chunks per pipeline rank
     schedule: Schedule = "1f1b"
-    expert: int = 1  # of data x context, over how many the experts of a layer are dealt
+    expert: int = 1  # of data x context, ranks over which a layer's experts are distributed
 
     @property
     def ranks(self) -> int:
@@ -41,20 +41,20 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element."""
+    """Bytes per element."""
 
-    parameters: int = 2  # as they are multiplied
-    gradients: int = 2  # as backward makes them, and as they are reduced
-    main_gradients: int = 0  # a second copy in which they are summed; 0: none
-    masters: int = 4  # what the optimizer steps, besides the parameters; 0: it steps those
-    moments: int = 4  # each of the optimizer's states
+    parameters: int = 2  # as multiplied
+    gradients: int = 2  # as backward makes and reduces them
+    main_gradients: int = 0  # a second copy for summing; 0: none
+    masters: int = 4  # what the optimizer steps, besides parameters; 0: it steps these
+    moments: int = 4  # each state of the optimizer
     activations: int = 2
     reduced: int | None = None  # on the wire; None: as `gradients`
-    fp8: bool = False  # products of the layers' matrices, as torchao.float8 makes them; all else as it is
+    fp8: bool = False  # products of the layers' matrices, as torchao.float8 makes them; the rest unchanged
 
     @property
     def autocast(self) -> bool:
-        """Products are in fewer bits than parameters: every matrix is cast, and what it reads."""
+        """Products have fewer bits than parameters, so every matrix and its input is cast."""
         return self.activations < self.parameters
 
 
@@ -63,11 +63,11 @@ FP32 = Precision(parameters=4, gradients=4, masters=0, activations=4)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one step goes, on each rank."""
+    """How one step runs on each rank."""
 
     seq: int
     micro_batch: int = 1  # sequences
-    accumulation: int = 1  # micro-batches a step
+    accumulation: int = 1  # micro-batches per step
     recompute: Recomputation = "none"
     attention: Attention = "flash"
     optimizer: Optimizer = "adamw"
@@ -77,14 +77,14 @@ class Recipe:
     precision: Precision = field(default_factory=Precision)
     compiled: bool = False  # torch.compile or hand-fused kernels: fewer passes over activations
     bucket_bytes: int = 25 * 2**20
-    dropout: bool = False  # of what attention and MLP add, and of scores: its masks are kept
-    table_units: bool = False  # embedding and head, if not tied, are gathered for their own time alone
-    accumulates_whole: bool = False  # in no_sync: sharded gradients are whole until the last micro-batch
+    dropout: bool = False  # on outputs of attention and MLP, and on scores: masks are kept
+    table_units: bool = False  # an embedding and a head that are not tied are gathered only while used
+    accumulates_whole: bool = False  # in no_sync: sharded gradients stay whole until the last micro-batch
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One candidate: everything that memory and time depend on but the hardware."""
+    """One candidate: everything that memory and time depend on, except hardware."""
 
     model: Model
     parallel: Parallel
@@ -92,7 +92,7 @@ class Setup:
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step."""
+        """Sequences per step."""
         return self.recipe.micro_batch * self.recipe.accumulation * self.parallel.data
 
     @property

@@ -1,1 +1,1 @@
-"""Predictions beside what was published."""
+"""Compares predictions with published measurements."""

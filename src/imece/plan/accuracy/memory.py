@@ -26,26 +26,27 @@ from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Precision, Recipe, Recomputation, Setup, Strategy
 
 _OTHERS = ("frozen", "distill", "offloading", "deepseek")
-_DEFAULT_VOCABULARY = 50257  # of Megatron's CI: GPT-2's, and BERT's
+_DEFAULT_VOCABULARY = 50257  # in Megatron's CI: of GPT-2, and of BERT
 _BERT_VOCABULARY = 30524
-_BUCKET_BYTES = 5 * 2**20  # of our engine where gradients are sharded on CPUs
+_BUCKET_BYTES = 5 * 2**20  # of imece where gradients are sharded on CPUs
 _MIXTRAL_VOCABULARY = 32000
 
 
 @dataclass(frozen=True)
 class Fits:
-    """Whether a prediction tells what fits. Counts of runs."""
+    """Whether predictions tell which runs fit. All are counts of runs."""
 
     ran: int
-    ran_passed: int  # of them, predicted to fit
+    ran_passed: int  # of those that ran, predicted to fit
     failed: int
-    failed_flagged: int  # of them, predicted not to fit
-    too_large: int  # of those that failed: where nothing but memory can have been the cause
+    failed_flagged: int  # of those that failed, predicted not to fit
+    too_large: int  # those that failed and can only have failed for memory
     too_large_flagged: int
 
 
 def zero_states(own: Table | None = None) -> list[Row]:
-    """Table 1 of ZeRO, in GB; the paper rounds, and cuts off what has no decimals. Nothing is fitted."""
+    """Table 1 of ZeRO, in GB; the paper rounds, and truncates numbers shown without decimals. Nothing is
+    fitted."""
     rows = []
     for r in (own or read("zero_states")).rows:
         whole, ranks = float(r["billions"]) * 1e9, int(r["ranks"])
@@ -65,7 +66,7 @@ def korthikanti(own: Table | None = None) -> list[Row]:
     for r in (own or read("korthikanti_memory")).rows:
         setup = _of_paper(r)
         held_ = held(setup.model, setup.parallel, 0, PAPER)
-        states = 18 * held_.layers * held_.products / GIB  # the paper's 18 bytes, of matrices alone
+        states = 18 * held_.layers * held_.products / GIB  # the paper's 18 bytes, for matrices only
         of = {key: _activations(setup, *how) for key, how in _WAYS.items()}
         found = {
             "states_gib": states, "none_gib": of["none"] / GIB,
@@ -78,7 +79,7 @@ def korthikanti(own: Table | None = None) -> list[Row]:
     return rows
 
 
-_WAYS: dict[str, tuple[bool, Recomputation]] = {  # sequence parallelism, recomputation
+_WAYS: dict[str, tuple[bool, Recomputation]] = {  # (sequence parallelism, recomputation)
     "none": (False, "none"), "sequence": (True, "none"), "selective": (False, "selective"),
     "both": (True, "selective"), "full": (False, "full"),
 }  # fmt: skip
@@ -105,7 +106,7 @@ def _activations(setup: Setup, sequence: bool, recompute: Recomputation) -> floa
 
 
 def ultrascale_memory(own: Table | None = None) -> list[Row]:
-    """GiB that rank 0 reserved, of runs that succeeded. 1B was fitted; 3B is held out."""
+    """GiB that rank 0 reserved, in runs that succeeded. 1B was fitted; 3B is held out."""
     rows = []
     for r in (own or read("ultrascale")).rows:
         if r["status"] == "ok":
@@ -117,8 +118,9 @@ def ultrascale_memory(own: Table | None = None) -> list[Row]:
 
 
 def ultrascale_fits(model: str | None = None, own: Table | None = None) -> Fits:
-    """Of all its runs. A failure was memory's if the pipeline's schedule and stages were possible, no other
-    run of the same configuration succeeded, and more than half of the device is predicted."""
+    """Counts over all its runs. A failure counts as memory's if the pipeline's schedule and stages were
+    possible, no other run of the same configuration succeeded, and the prediction is more than half of the
+    device."""
     table = [r for r in (own or read("ultrascale")).rows if model in (None, r["model"])]
     gpu = find_gpu("H100")
     ran = {_configuration(r) for r in table if r["status"] == "ok"}
@@ -153,7 +155,7 @@ def _has_room(needed: int, gpu: Gpu) -> bool:
 
 
 def llm_foundry_fits() -> Fits:
-    """Every row ran. Nothing is fitted."""
+    """All these runs succeeded. Nothing is fitted."""
     passed = ran = 0
     for case in llm_foundry():
         needed = min(memory(setup, None, LLM_FOUNDRY).total for setup in case.setups)
@@ -163,13 +165,13 @@ def llm_foundry_fits() -> Fits:
 
 
 def torchtitan_memory(own: Table | None = None) -> list[Row]:
-    """GiB reserved, rows in bf16. Their slack, one number, is fitted on those of 8 GPUs."""
+    """GiB reserved, rows in bf16. Slack, a single number, is fitted on the rows with 8 GPUs."""
     table = own or read("torchtitan")
     return _reserved(table, torchtitan(table), held_out=False)
 
 
 def torchtitan_float8_memory(own: Table | None = None) -> list[Row]:
-    """GiB reserved; nothing is fitted on them."""
+    """GiB reserved; nothing is fitted on these rows."""
     table = own or read("torchtitan_float8")
     return _reserved(table, torchtitan_float8(table), held_out=True)
 
@@ -185,7 +187,7 @@ def _reserved(table: Table, cases: Iterator[Case], held_out: bool) -> list[Row]:
 
 
 def megatron_ci(family: str, own: Table | None = None) -> list[Row]:
-    """GiB at the peak of the last stage, of one family (gpt, moe, bert, mixtral)."""
+    """GiB at the peak of the last stage, for one family (gpt, moe, bert, mixtral)."""
     rows = []
     for r in (own or read("megatron_ci")).rows:
         if r["family"] == family and (setup := _of_ci(r)) is not None:
@@ -196,8 +198,8 @@ def megatron_ci(family: str, own: Table | None = None) -> list[Row]:
 
 
 def _of_ci(r: Mapping[str, str]) -> Setup | None:
-    """None for cases whose arguments the table does not have: a frozen model, a teacher's pupil, fp8,
-    activations in the host's memory, and DeepSeek's attention and experts."""
+    """The setup of a row; None if the table lacks what decides it: a frozen model, distillation, fp8,
+    activations in the host's memory, or DeepSeek's attention and experts."""
     if r["fp8"] or any(word in r["case"] for word in _OTHERS):
         return None
     width, heads, tensor = int(r["width"]), int(r["heads"]), int(r["tp"] or 1)
@@ -229,7 +231,7 @@ def _of_ci(r: Mapping[str, str]) -> Setup | None:
     )  # fmt: skip
     micro_batch = int(r["micro_batch"])
     accumulation = max(1, int(r["global_batch"] or 32) // (micro_batch * data))
-    # What "auto" means came with the container: to be deterministic older ones take no flash attention.
+    # The meaning of "auto" came with the container: older ones take no flash attention, to be deterministic.
     flash = r["attention"] == "flash" or r["flash"] == "True" or (not r["attention"] and _is_new(r))
     recipe = Recipe(
         int(r["seq"]), micro_batch, accumulation, recompute="full" if r["recompute"] == "full" else "none",
@@ -243,7 +245,7 @@ def _is_new(r: Mapping[str, str]) -> bool:
 
 
 def own_engine(own: Table | None = None) -> list[Row]:
-    """MB that a rank of our own engine holds, activations not counted. Nothing is fitted."""
+    """MB that a rank of imece holds, without activations. Nothing is fitted."""
     rows = []
     for r in (own or read("own_engine")).rows:
         width, heads, ranks = int(r["width"]), int(r["heads"]), int(r["ranks"])
@@ -271,7 +273,7 @@ def _strategy(name: str) -> Strategy:
     return next(each for each in get_args(Strategy) if each == name)
 
 
-# Name -> (the file it is in, its rows, or those of another table with the same columns).
+# Name -> (its file, function that gives its rows, or those of another table with the same columns).
 TABLES: dict[str, tuple[str, Callable[[Table | None], list[Row]]]] = {
     "zero_states": ("zero_states", zero_states),
     "korthikanti_memory": ("korthikanti_memory", korthikanti),
@@ -287,6 +289,6 @@ TABLES: dict[str, tuple[str, Callable[[Table | None], list[Row]]]] = {
 
 
 def all_rows() -> Iterator[tuple[str, list[Row]]]:
-    """(table, its rows), all of them."""
+    """(table, its rows) for all tables."""
     for name, (_, rows) in TABLES.items():
         yield name, rows(None)

@@ -1,4 +1,4 @@
-"""Published measurements of parts of a step: collectives, one layer, and data parallelism by itself."""
+"""Published measurements of parts of a step: collectives, one layer, and data parallelism alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BACKWARD = 2 / 3  # of the time of a step on one GPU
 
 
 def nccl() -> list[Row]:
-    """Seconds of one collective. Links were fitted on these rows; those of 3 to 7 V100 have fewer lanes."""
+    """Seconds of one collective. Links were fitted on these rows; those with 3 to 7 V100 have fewer lanes."""
     rows = []
     for r in read("nccl").rows:
         gpu = {"H": "H100", "A": "A100-80", "V": "V100"}[r["hardware"][0]]
@@ -40,7 +40,7 @@ def nccl() -> list[Row]:
 
 
 def korthikanti_layer() -> list[Row]:
-    """Forward and backward of one layer, tensor-parallel collectives in it. Nothing is fitted on it."""
+    """Forward and backward of one layer, with its tensor-parallel collectives. Nothing is fitted on it."""
     model = Model(
         "22B", 1, 6144, 64, 64, 96, 4 * 6144, gated=False, vocab_size=8, learned_positions=2048, biases=True,
         norm="layer",
@@ -56,8 +56,8 @@ def korthikanti_layer() -> list[Row]:
 
 
 def attention() -> list[Row]:
-    """Scores and what is done with them, alone and where keys and values go round. Chosen on these rows:
-    Gpu.flash of H100 and A100, and the bytes of adding up blocks."""
+    """Attention, alone and as a ring. Chosen on these rows: Gpu.flash of H100 and A100, and the bytes of
+    merging blocks."""
     rows = []
     for r in read("attention").rows:
         heads, width, seq, batch, ranks = (
@@ -75,7 +75,7 @@ def attention() -> list[Row]:
 
 
 def ddp_v100() -> list[Row]:
-    """A step on several GPUs, from that on one as measured: what DDP adds. Nothing is fitted on it."""
+    """A step on several GPUs, computed from that measured on one: what DDP adds. Nothing is fitted on it."""
     table = read("ddp_v100").rows
     alone = {r["model"]: float(r["step_s"]) for r in table if r["gpus"] == "1"}
     rows = []
@@ -90,7 +90,7 @@ def ddp_v100() -> list[Row]:
 
 
 def bert() -> list[Row]:
-    """BERT-Large on 8 GPUs, from its step on one as measured. Nothing is fitted on it."""
+    """BERT-Large on 8 GPUs, computed from its step measured on one. Nothing is fitted on it."""
     table = [r | {"step_s": str(_bert_step_s(r))} for r in read("bert").rows]
     alone = {(r["task"], r["seq"]): float(r["step_s"]) for r in table if r["gpus"] == "1"}
     cluster = find_cluster("A100-80", 8, 1)

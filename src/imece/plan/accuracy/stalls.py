@@ -1,5 +1,7 @@
-"""The slow pipelines of ultrascale, counted: each message between stages takes a quarter second longer, or
-none does. Nearly all that have it were made before nanotron's pipelines were repaired, nearly none after.
+"""Counts the slow pipelines of ultrascale: each message between stages takes a quarter second longer, or none
+does.
+
+Nearly all slow runs were made before nanotron's pipelines were repaired, and nearly none after.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from imece.plan.accuracy.statistics import Row, kendall, of_cells
 from imece.plan.accuracy.steps import Case, row, ultrascale
 from imece.plan.speed.stage import messages
 
-_STALLED = (0.19, 0.33)  # s a message
+_STALLED = (0.19, 0.33)  # extra s per message
 _FREE = 0.05
 
 
@@ -20,23 +22,24 @@ _FREE = 0.05
 class Stalls:
     """Counts of runs with a pipeline."""
 
-    before: int  # with the earlier version
+    before: int  # stalled runs with the earlier version
     before_stalled: int
-    before_wide: int  # of the others, those with tensor parallelism over hosts
+    before_wide: int  # of the earlier runs that did not stall, those with tensor parallelism over hosts
     after: int
     after_stalled: int
-    after_free: int  # whose messages take what is predicted, within 0.05 s
-    seconds: dict[str, float]  # of each model: what a message of stalled ones before takes longer, the median
-    micro_batches: tuple[int, int]  # sequences, of stalled ones before
-    hosts: tuple[int, int]  # likewise
+    after_free: int  # later runs whose messages take what is predicted, within 0.05 s
+    seconds: dict[str, float]  # for each model, the median extra time of a message in earlier stalled runs
+    micro_batches: tuple[int, int]  # fewest and most sequences in earlier stalled runs
+    hosts: tuple[int, int]  # fewest and most hosts in earlier stalled runs
     slow_network: tuple[tuple[int, int], tuple[int, int]]
-    """How many of how many: of runs on several hosts with a pipeline, and of those without."""
-    unaware: dict[str, float]  # Kendall's tau of each cell if one did not know the version
+    """(how many, of how many) runs on several hosts were on the slow network: with a pipeline, and
+    without."""
+    unaware: dict[str, float]  # Kendall's tau of each cell if the version were unknown
     ceiling: dict[str, float]  # if one did not, and all runs but the stalled took exactly what is predicted
 
 
 def stalls(cases: Sequence[Case] | None = None) -> Stalls:
-    """Of ultrascale's runs, or of others of its kind. ValueError if none is stalled that was made before."""
+    """Counts for ultrascale's runs, or other runs of its kind. ValueError if no earlier run is stalled."""
     cases = list(ultrascale()) if cases is None else cases
     rows = [row(replace(case, manner=replace(case.manner, message_s=0.0))) for case in cases]
     late = [_late_s(case, each) for case, each in zip(cases, rows, strict=True)]
@@ -74,24 +77,25 @@ def stalls(cases: Sequence[Case] | None = None) -> Stalls:
 
 
 def _on_slow_network(cases: Sequence[Case]) -> tuple[int, int]:
-    """How many of how many, of those on several hosts."""
+    """(how many, of how many) of the runs on several hosts were on the slow network."""
     several = [case for case in cases if case.cluster.hosts > 1]
     return sum(case.manner.spread_host_s > 0 for case in several), len(several)
 
 
 def _is_wide(case: Case) -> bool:
-    """Whether tensor parallelism goes over hosts."""
+    """Whether tensor parallelism goes over several hosts."""
     return case.setups[0].parallel.tensor > case.cluster.gpus_per_host
 
 
 def _messages(case: Case) -> float:
-    """That one stage after another waits for in a step: an activation or gradient in, and one out."""
+    """Messages between stages that a step waits for in turn: each an activation or gradient in, and one
+    out."""
     parallel = case.setups[0].parallel
     return messages(parallel.pipeline) * (case.setups[0].recipe.accumulation + (parallel.pipeline - 1) / 2)
 
 
 def _late_s(case: Case, each: Row) -> float:
-    """Seconds a message that the step took longer than predicted; 0 without a pipeline."""
+    """Seconds per message that the step took longer than predicted; 0 without a pipeline."""
     if case.setups[0].parallel.pipeline == 1:
         return 0.0
     part = case.sequences / case.setups[0].global_batch if case.sequences else 1.0

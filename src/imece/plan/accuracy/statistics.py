@@ -1,7 +1,7 @@
-"""How far predictions are from measurements: errors, order, and what a choice by them would have cost.
+"""How far predictions are from measurements: errors, order, and the cost of choices made by them.
 
-A constant is the rival: seconds = FLOPs / (peak x one utilisation), that one fitted in hindsight on all
-rows of the table. It knows nothing, and on tables of well-tuned runs it is hard to beat by its error; it
+The rival is a constant: seconds = FLOPs / (peak x one utilisation), with the utilisation fitted in hindsight
+on all rows of the table. It knows nothing; on tables of well-tuned runs its error is hard to beat, but it
 cannot choose.
 """
 
@@ -20,26 +20,26 @@ class Row:
     name: str
     measured: float
     predicted: float
-    work: float = 0.0  # the same at full utilisation, for the constant; 0: it has none
-    cell: str = ""  # rows that somebody would choose among
-    held_out: bool = False  # nothing was fitted on it
+    work: float = 0.0  # the time at full utilisation, for the constant; 0: unknown
+    cell: str = ""  # rows of one cell are alternatives for one choice
+    held_out: bool = False  # whether nothing was fitted on it
     ranks: int = 1
 
     @property
     def error(self) -> float:
-        """Above 0: predicted too much."""
+        """Above 0 if too much was predicted."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of some rows. Errors are parts of the measured."""
+    """Errors of some rows, as parts of the measured value."""
 
     rows: int
     mape: float
-    median: float  # of the absolute errors
+    median: float  # of absolute errors
     p90: float
-    bias: float  # median of the errors with their sign
+    bias: float  # median of signed errors
     worst: tuple[Row, ...]
 
 
@@ -59,7 +59,7 @@ def summary(rows: Sequence[Row], worst: int = 5) -> Summary:
 
 
 def quantile(numbers: Sequence[float], part: float) -> float:
-    """Between the two nearest, as numpy's default."""
+    """The quantile, interpolated as in numpy's default."""
     ordered = sorted(numbers)
     place = part * (len(ordered) - 1)
     low = int(place)
@@ -68,7 +68,8 @@ def quantile(numbers: Sequence[float], part: float) -> float:
 
 
 def kendall(rows: Sequence[Row]) -> float | None:
-    """Tau-b of predicted and measured: 1 for the same order, -1 for the opposite. None for fewer than two."""
+    """Tau-b of predicted and measured: 1 for the same order, -1 for the opposite. None for fewer than two
+    rows."""
     balance = measured_pairs = predicted_pairs = 0
     for i, a in enumerate(rows):
         for b in rows[:i]:
@@ -83,10 +84,10 @@ def kendall(rows: Sequence[Row]) -> float | None:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Of a choice by the smallest prediction: the best measured rate over the chosen one's, less 1.
+    """What choosing the smallest prediction costs: the best measured rate over the chosen one's, minus 1.
 
-    0: the best was chosen; 0.1: the best does 10 % more in the same time. Where predictions tie any of them
-    may be chosen: the mean.
+    0: the best was chosen; 0.1: the best does 10 % more in the same time. If predictions tie, the mean over
+    them.
     """
     best = min(row.measured for row in rows)
     least = min(row.predicted for row in rows)
@@ -95,7 +96,7 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def cells(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by cell, those without one left out."""
+    """Rows by cell; rows without a cell are left out."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row.cell:
@@ -104,15 +105,16 @@ def cells(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def of_cells(rows: Sequence[Row], what: Callable[[Sequence[Row]], float | None]) -> dict[str, float]:
-    """`what` of each cell with at least two rows."""
+    """`what` for each cell with at least two rows."""
     values = {name: what(members) for name, members in cells(rows).items() if len(members) > 1}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def constant(rows: Sequence[Row]) -> tuple[float, list[Row]]:
-    """The utilisation that has the least MAPE on these very rows, and the rows predicted by it.
+    """The utilisation with the least MAPE on these very rows, and the rows predicted by it.
 
-    Each row would be met by work / measured; the sum of |work / (u measured) - 1| is least at one of these.
+    Each row is predicted exactly by the utilisation work / measured. The sum of |work / (u measured) - 1| has
+    its minimum at one of these.
     """
     known = [row for row in rows if row.work > 0]
     if not known:
@@ -120,7 +122,7 @@ def constant(rows: Sequence[Row]) -> tuple[float, list[Row]]:
     ratios = sorted(row.work / row.measured for row in known)
     total, sofar = sum(ratios), 0.0
     best = ratios[-1]
-    for ratio in ratios:  # 1/u is a median, each ratio weighing as much as it is
+    for ratio in ratios:  # 1/u is a median of the ratios, each weighted by itself
         sofar += ratio
         if sofar >= total / 2:
             best = ratio
@@ -132,7 +134,8 @@ def constant(rows: Sequence[Row]) -> tuple[float, list[Row]]:
 
 
 def skill(rows: Sequence[Row]) -> float:
-    """1 - MAPE over that of the constant: 1 is perfect, 0 no better, below 0 worse; -inf if that is exact."""
+    """1 - MAPE over that of the constant: 1 is perfect, 0 no better, below 0 worse; -inf if the constant is
+    exact."""
     known = [row for row in rows if row.work > 0]
     rival = summary(constant(known)[1]).mape
     return 1 - summary(known).mape / rival if rival else -math.inf

@@ -1,4 +1,5 @@
-"""Published step times as cases: what was trained on what, by which software, and how long a step took."""
+"""Published step times as cases: which training on which hardware, by which software, and how long a step
+took."""
 
 from __future__ import annotations
 
@@ -32,16 +33,16 @@ class Case:
 
     name: str
     measured_s: float
-    setups: tuple[Setup, ...]  # where the table leaves something open: all that it may be; the fastest counts
+    setups: tuple[Setup, ...]  # if the table leaves something open, every possibility; the fastest counts
     cluster: Cluster
     manner: Manner
     cell: str = ""
     held_out: bool = False
-    sequences: int = 0  # compare the time of so many, where rows of a cell do not all take as many a step
+    sequences: int = 0  # compare the time for this many, if rows of a cell take different numbers per step
 
 
 def row(case: Case) -> Row:
-    """`case`, predicted."""
+    """The case with its prediction."""
     setup = case.setups[0]
     predicted = min(step_time(setup, case.cluster, case.manner).total for setup in case.setups)
     flops = flops_a_token(setup.model, setup.recipe.seq) * setup.tokens_a_step
@@ -75,7 +76,7 @@ def ultrascale(own: Table | None = None) -> Iterator[Case]:
 
 
 def ultrascale_setup(r: Mapping[str, str]) -> Setup:
-    """Of one row of that table."""
+    """The setup of one row of ultrascale."""
     width, heads = int(r["width"]), int(r["heads"])
     model = Model(
         r["model"], int(r["layers"]), width, heads, int(r["kv_heads"]), width // heads,
@@ -89,7 +90,7 @@ def ultrascale_setup(r: Mapping[str, str]) -> Setup:
 
 
 def llm_foundry(own: Table | None = None) -> Iterator[Case]:
-    """Fitted on runs of one host; those of several are held out."""
+    """Fitted on runs of one host; runs on several hosts are held out."""
     for r in (own or read("llm_foundry")).rows:
         width, heads, layers = int(r["width"]), int(r["heads"]), int(r["layers"])
         model = Model(
@@ -131,7 +132,7 @@ def torchtitan_h200(own: Table | None = None) -> Iterator[Case]:
 
 
 def _h100_at_500_w() -> Gpu:
-    """All that multiplies is slower, attention as well."""
+    """An H100 at 500 W: everything that multiplies is slower, attention too."""
     gpu = find_gpu("H100")
     return replace(
         gpu,
@@ -170,11 +171,11 @@ _LLAMAS = {
     "Llama3.1-8B": Model("8B", 32, 4096, 32, 8, 128, 14336, True, 128256, tied_head=False),
     "Llama3.1-70B": Model("70B", 80, 8192, 64, 8, 128, 28672, True, 128256, tied_head=False),
 }
-_AT_500_W = (500 / 700) ** (1 / 3)  # clocks go with the cube root of power
+_AT_500_W = (500 / 700) ** (1 / 3)  # clocks scale with the cube root of power
 
 
 def vtrain(own: Table | None = None) -> Iterator[Case]:
-    """Fitted on models 1024 wide; those 2048 wide are held out."""
+    """Fitted on models of width 1024; those of width 2048 are held out."""
     for r in (own or read("vtrain")).rows:
         model, shape = _gpt(r, 51200), f"{r['layers']} x {r['width']}"
         data = int(r["dp"])
@@ -209,7 +210,7 @@ def _gpt(r: Mapping[str, str], vocab: int) -> Model:
 
 
 def sc21(own: Table | None = None) -> Iterator[Case]:
-    """Micro-batch and chunks are not in the table: its authors took the fastest, and so do we."""
+    """The table lacks micro-batch and chunks: its authors took the fastest, and so does this."""
     for r in (own or read("sc21")).rows:
         model = _gpt(r, int(r["vocab"]))
         data, pipeline = int(r["dp"]), int(r["pp"])
@@ -272,5 +273,5 @@ TABLES: dict[str, Callable[[Table | None], Iterator[Case]]] = {
 
 
 def rows(table: str, own: Table | None = None) -> list[Row]:
-    """All cases of a table, predicted; `own`: other rows of the same kind instead."""
+    """All cases of a table with their predictions; `own`: use these rows of the same kind instead."""
     return [row(case) for case in TABLES[table](own)]

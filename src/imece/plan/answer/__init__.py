@@ -1,1 +1,1 @@
-"""Which way is best, why, and how a person is told."""
+"""Chooses the best way to train, explains the choice, and prints it."""

@@ -1,7 +1,8 @@
-"""Which strategy "auto" is: one rule for `imece train`, which knows a whole step, and for `parallelize`, that
-is given a model of any kind and knows its tensors alone.
+"""The rule for strategy "auto": one for `imece train`, which knows a whole step, and for `parallelize`, which
+knows only the tensors of some model.
 
-Of the ways that fit the fastest is taken where times are known; else the usual one, or the first that fits.
+Of the strategies that fit it takes the fastest if times are known; otherwise the usual one, or the first that
+fits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from imece.plan.answer.space import RESERVE
 from imece.plan.setup import Strategy
 
 ORDER: tuple[Strategy, ...] = ("zero1", "replicate", "zero2", "zero3", "hybrid", "hybrid_zero2")
-"""From what costs a step least; what cannot be told without times comes last."""
-ACTIVATIONS = 0.25  # of the memory, left for what forward keeps where nobody says how much that is
-_SAME = 0.02  # of a step: no prediction is better, so the usual way is kept
+"""From the one that costs a step least; those that only times can judge come last."""
+ACTIVATIONS = 0.25  # of the memory is left for activations if their size is unknown
+_SAME = 0.02  # of a step: predictions are no more exact, so within this the usual strategy is kept
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Way:
     """One strategy."""
 
     strategy: Strategy
-    needed: int  # bytes of a rank
-    seconds: float | None = None  # of a step; None where that is not known
+    needed: int  # bytes per rank
+    seconds: float | None = None  # per step; None if unknown
 
 
 def fitting(ways: Sequence[Way], room_bytes: float, usual: str) -> Way | None:
-    """What to take of `ways`, in the order in which they are preferred; None if nothing fits."""
+    """The one of `ways`, ordered by preference, to take; None if nothing fits."""
     fits = [way for way in ways if way.needed <= room_bytes]
     if not fits:
         return None
@@ -45,16 +46,16 @@ def fitting(ways: Sequence[Way], room_bytes: float, usual: str) -> Way | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is known where a model is wrapped, before its first forward."""
+    """What is known when a model is wrapped, before its first forward."""
 
-    found: Mapping[Strategy, Footprint]  # in the order of ORDER; activations not counted
-    memory_bytes: int  # that a rank may have for all of it
+    found: Mapping[Strategy, Footprint]  # in the order of ORDER, without activations
+    memory_bytes: int  # for all of a rank's tensors
     usual: str
-    activation_bytes: int | None = None  # at the peak of a step; None: nobody knows
+    activation_bytes: int | None = None  # at the peak of a step; None: unknown
 
     @property
     def room_bytes(self) -> float:
-        """For what lasts: without what forward keeps."""
+        """Bytes for everything that lasts, i.e. without activations."""
         if self.activation_bytes is None:
             return (1 - RESERVE - ACTIVATIONS) * self.memory_bytes
         return (1 - RESERVE) * self.memory_bytes - self.activation_bytes
@@ -62,7 +63,8 @@ class Asked:
     def take(self) -> Strategy | None:
         """The strategy; None if nothing fits.
 
-        Where activations are not known the least is taken if it fits without any: it may well run.
+        If activations are unknown and nothing leaves room for them, takes the smallest that fits without any:
+        it may well run.
         """
         ways = [Way(name, each.total) for name, each in self.found.items()]
         taken = fitting(ways, self.room_bytes, self.usual)
@@ -73,7 +75,7 @@ class Asked:
 
     @property
     def _most_bytes(self) -> float:
-        """That a way may need and not be refused."""
+        """Bytes that a strategy may need without being refused."""
         if self.activation_bytes is None:
             return (1 - RESERVE) * self.memory_bytes
         return self.room_bytes
@@ -100,7 +102,8 @@ class Asked:
         return f"which take {_size(self.activation_bytes)}"
 
     def misses(self, would_fit: Sequence[str]) -> str:
-        """For the error if nothing fits. would_fit: changes with which it would, and what comes of them."""
+        """The error message if nothing fits. would_fit: changes after which something would, with their
+        results."""
         name = min(self.found, key=lambda each: self.found[each].total)
         size = self.found[name].total
         whole = f"{_size(size)} for parameters, gradients and optimizer state"
@@ -115,7 +118,7 @@ class Asked:
         )
 
     def fits(self, found: Footprint) -> bool:
-        """Whether a way that needs so much would not be refused."""
+        """Whether a strategy with this footprint would not be refused."""
         return found.total <= self._most_bytes
 
 
@@ -124,5 +127,5 @@ def _known(name: str) -> Strategy:
 
 
 def _size(nbytes: float) -> str:
-    """Of small models in MB, or all of it would be 0.00 GB."""
+    """Small sizes in MB, because all of them would be 0.00 GB."""
     return gigabytes(nbytes) if abs(nbytes) >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""How imece does a plan: the calls up to `imece.parallelize`, and what is left to the script."""
+"""How to run a plan with imece: the calls up to `imece.parallelize`, and what is left to the script."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
 _WHOLE = "the schedule of a pipeline keeps gradients whole"
-_MENTIONED = 10**7  # bytes: 0.01 GB
+_MENTIONED = 10**7  # bytes, 0.01 GB: smaller gains are not mentioned
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
-_FP8 = (  # the head is left out, as is usual: logits need the digits
+_FP8 = (  # without the head, as usual: logits need the precision
     "torchao.float8.convert_to_float8_training(model, module_filter_fn=lambda module, name: "
     '"head" not in name) before imece.parallelize'
 )
@@ -42,18 +42,18 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One way that imece does without other software."""
+    """A plan that imece can run without other software."""
 
     candidate: Candidate
     question: Question
     precision: str  # as --precision names it
 
     def text(self) -> str:
-        """The calls, a line each, with every argument that is not its default."""
+        """The calls, one per line, with every argument that is not its default."""
         return "\n".join([*self._divided(), self._parallelized()])
 
     def _divided(self) -> Iterator[str]:
-        """What comes before, where ranks share a model or a sequence."""
+        """The calls before `parallelize`, for ranks that share a model or a sequence."""
         parallel = self.candidate.setup.parallel
         if not _divides_models(parallel):
             return
@@ -89,7 +89,7 @@ class Call:
         return f"{result}, optimizer = imece.parallelize({model}, optimizer, {', '.join(arguments)})"
 
     def left(self) -> Iterator[tuple[str, str]]:
-        """(what, how) of all that is the script's own part."""
+        """(what, how) for everything that is left to the script."""
         recipe = self.candidate.setup.recipe
         if recipe.adapters != "none":
             is_4_bit = recipe.adapters == "qlora"
@@ -164,7 +164,7 @@ class Call:
         return f"{said}, all but the last in model.no_sync()"
 
     def _has_buckets(self) -> bool:
-        """Whether bucket_cap_mb says how messages are cut, and not the layers."""
+        """Whether bucket_cap_mb decides how messages are cut, instead of the layers."""
         parallel, cluster = self.candidate.setup.parallel, self.question.cluster
         gathered = DIVIDED[parallel.strategy].parameters and framework_on(cluster).gathers
         return parallel.data * parallel.context > 1 and not gathered
@@ -175,16 +175,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Next:
-    """What to do with the answer."""
+    """How to go on from the answer."""
 
     call: Call | None
-    says: str  # how the call differs from the plan, or why there is none; empty where it is the plan
+    says: str  # how the call differs from the plan, or why there is none; empty if it is the plan
 
 
 def next_of(answer: Answer, precision: str) -> Next:
-    """The plan as imece does it, or else the fastest that it does, which may have none of the arrangement
-    that was asked for. precision: as --precision names it.
-    """
+    """The call for the plan, or for the fastest one that imece can run, possibly without the arrangement that
+    was asked for. precision: as --precision names it."""
     winner, question = answer.best, answer.question
     call, says = _call_of(answer, precision), "what imece does by itself"
     if (call is None or not _is_same(call, winner)) and (found := unpinned(question)) is not None:
@@ -204,7 +203,7 @@ def next_of(answer: Answer, precision: str) -> Next:
 
 
 def _is_same(call: Call, winner: Candidate) -> bool:
-    """Whether ranks do the same work, whatever imece needs for it."""
+    """Whether ranks do the same work, whatever memory imece needs for it."""
     ours, wanted = call.candidate.setup, winner.setup
     return (ours.parallel, title(ours)) == (wanted.parallel, title(wanted))
 
@@ -220,10 +219,10 @@ def _call_of(answer: Answer, precision: str) -> Call | None:
 
 
 def _ours(candidate: Candidate, question: Question) -> Candidate | None:
-    """How imece.parallelize does it; None where it does not.
+    """The candidate as imece.parallelize runs it; None if it cannot.
 
-    There masters and offload go with sharded strategies only: on one GPU that is zero1, which has nothing to
-    share out and keeps sums of gradients in the masters' dtype besides; None if those do not fit.
+    parallelize has masters and offload only with sharded strategies. On one GPU that is zero1, which shards
+    nothing there and also keeps sums of gradients in the masters' dtype; None if those do not fit.
     """
     setup = candidate.setup
     parallel = setup.parallel
@@ -243,7 +242,7 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
 
 
 def _keeps_gradients(parallel: Parallel) -> bool:
-    """Whether a schedule keeps whole what the strategy divides."""
+    """Whether a schedule keeps whole what the strategy shards."""
     return parallel.pipeline > 1 and DIVIDED[parallel.strategy].gradients
 
 
@@ -265,9 +264,8 @@ def _divides_models(parallel: Parallel) -> bool:
 
 
 def _stands_against(setup: Setup) -> str | None:
-    """Why imece does not do these kinds of parallelism, at a time or with this model: docs/model-parallel.md
-    has the reasons. None: it does.
-    """
+    """Why imece does not combine these kinds of parallelism, or not for this model (docs/model-parallel.md
+    has the reasons). None: it does."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     tensor, gathers, adapts = (
         parallel.tensor,

@@ -1,4 +1,4 @@
-"""Why this plan: for each that lost the figure that decided, and what would change the answer."""
+"""Explains a plan: for each plan that lost, the figure that decided; and what would change the answer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from imece.plan.setup import FP32, Parallel, Setup
 from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
 
-_WORTH = 0.02  # of the step's time: what saves less is no gain
-_PINS = ("strategy", "tensor", "pipeline", "interleave", "context")  # of a question: how ranks are arranged
-_NEAR_PART = 0.25  # of the memory missed: two categories as large as that are both named
+_WORTH = 0.02  # of the step's time: smaller gains are not mentioned
+_PINS = ("strategy", "tensor", "pipeline", "interleave", "context")  # a question's fields that fix the ranks
+_NEAR_PART = 0.25  # of the missing memory: two categories closer than that are both named
 _STATE = ("parameters", "gradients", "optimizer", "masters")
 
 
@@ -40,7 +40,7 @@ class Other:
 
 
 def others(answer: Answer) -> list[Other]:
-    """What people would ask about: each strategy by itself, and the best of each other kind."""
+    """The plans that people would ask about: each strategy alone, and the best of each other kind."""
     winner = answer.best
     shown: list[Candidate] = []
     for wanted in _families():
@@ -54,9 +54,8 @@ def others(answer: Answer) -> list[Other]:
 
 
 def verdict(other: Candidate, answer: Answer) -> str:
-    """One sentence, with the figure that decided. The answer is a settled one: nothing is faster than its
-    winner but what is as good, and less simple.
-    """
+    """One sentence with the figure that decided. `answer` is settled: only plans that are as good and less
+    simple may be faster than its winner."""
     if other.time is None:
         return why_not(other, answer.question)
     winner = answer.best
@@ -76,12 +75,12 @@ def verdict(other: Candidate, answer: Answer) -> str:
 
 
 def why_not(candidate: Candidate, question: Question) -> str:
-    """One sentence: what it needs, and which part of it is too much."""
+    """One sentence: what the plan needs, and which part of it is too much."""
     room = question.room_bytes
     sizes = sorted(candidate.memory.by_category().items(), key=lambda item: -item[1])
     state = sum(size for name, size in sizes if name in _STATE)
     needs = f"does not fit: needs {gb(candidate.needed)} of {gb(room)} GB"
-    if state > room:  # and what is named is too: at most three are not, together less than what is missing
+    if state > room:  # at most three parts are not named, together smaller than what is missing
         large = {name: size for name, size in sizes if name in _STATE and size >= _NEAR_PART * (state - room)}
         whole = "whole " * (candidate.setup.parallel.strategy == "replicate")
         where = f"{whole}on each {device(question.cluster)}"
@@ -91,7 +90,7 @@ def why_not(candidate: Candidate, question: Question) -> str:
 
 
 def gains(answer: Answer) -> list[str]:
-    """What would change the answer, each with what it brings; nothing that brings less than 2 % of a step."""
+    """Changes that would make a step at least 2 % faster, each with its gain."""
     found = [
         *_recompute(answer),
         *_micro_batch(answer),
@@ -135,7 +134,7 @@ def _families() -> list[Callable[[Parallel], bool]]:
 
 
 def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
-    """The part of the step that grew most, in words. AssertionError if one of them does not fit."""
+    """In words, the part of the step that grew most. AssertionError if one candidate does not fit."""
     cause, more = _grown(candidate, than)
     own, parallel, recipe = candidate.timed, candidate.setup.parallel, candidate.setup.recipe
     if cause == "compute":
@@ -161,7 +160,7 @@ def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
 
 
 def _where(other: Candidate, answer: Answer) -> str:
-    """The same of one that lost."""
+    """The same for a plan that lost."""
     cause, more = _grown(other, answer.best)
     if cause == "recompute":
         return f"{_recomputed(other, answer)}, {seconds(more)} more work"
@@ -169,7 +168,7 @@ def _where(other: Candidate, answer: Answer) -> str:
 
 
 def _grown(candidate: Candidate, than: Candidate) -> tuple[str, float]:
-    """Which part grew most, and by how many seconds."""
+    """(the part that grew most, by how many seconds)."""
     own, best = candidate.timed, than.timed
     more = {
         "compute": own.compute - own.recompute - best.compute + best.recompute,
@@ -184,7 +183,7 @@ def _grown(candidate: Candidate, than: Candidate) -> tuple[str, float]:
 
 
 def _recomputed(other: Candidate, answer: Answer) -> str:
-    """Why it computes more again than the winner."""
+    """Why it recomputes more than the winner."""
     kind = other.setup.recipe.recompute
     if kind == answer.best.setup.recipe.recompute:
         return f"its {kind} recomputation takes longer"
@@ -194,14 +193,13 @@ def _recomputed(other: Candidate, answer: Answer) -> str:
 
 
 def _arranged(candidate: Candidate) -> Parallel:
-    """Without regard to model chunks."""
+    """The arrangement without model chunks."""
     return replace(candidate.setup.parallel, interleave=1)
 
 
 def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
-    """The link that counts: between hosts, if the ranks that talk are on several, or to the host's memory, if
-    what comes from there takes longer.
-    """
+    """The link that matters: between hosts if the ranks that communicate are on several; to the host's memory
+    if data from there takes longer."""
     parallel = setup.parallel
     ranks, stride = parallel.data * parallel.context, parallel.tensor
     if cause == "tensor":
@@ -215,7 +213,7 @@ def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
     hosts = along(cluster, ranks, stride).hosts
     link = cluster.between if hosts > 1 else cluster.inside
     hosted = cause == "parameters" and setup.recipe.offload == "parameters"
-    if hosted and (ranks - 1) / link.best < 1 / cluster.host.best:  # s for each byte of a rank's part
+    if hosted and (ranks - 1) / link.best < 1 / cluster.host.best:  # both sides: s per byte of a rank's part
         return f"from the host's memory, {gb(cluster.host.bandwidth)} GB/s a {device(cluster)}"
     if hosts > 1:
         return f"over {hosts:,} hosts, {gb(link.bandwidth)} GB/s a {device(cluster)}"
@@ -241,7 +239,7 @@ def _recompute(answer: Answer) -> Iterator[str]:
 
 
 def _micro_batch(answer: Answer) -> Iterator[str]:
-    """The next larger micro-batch: why it is not taken."""
+    """Why the next larger micro-batch is not taken."""
     winner, question = answer.best, answer.question
     recipe = winner.setup.recipe
     factor = next((n for n in range(2, recipe.accumulation + 1) if recipe.accumulation % n == 0), None)
@@ -292,7 +290,7 @@ def _optimizer(answer: Answer) -> Iterator[str]:
 
 
 def _precision(answer: Answer) -> Iterator[str]:
-    """Where no unit multiplies half as many bits faster, as on many CPUs."""
+    """What fp32 would bring where products in fewer bits are slower, as on many CPUs."""
     question, gpu = answer.question, answer.question.cluster.gpu
     if question.precision.activations == 4 or question.adapters == "qlora" or gpu.peak_fp32 <= gpu.peak:
         return
@@ -302,7 +300,7 @@ def _precision(answer: Answer) -> Iterator[str]:
 
 
 def _fp8(answer: Answer) -> Iterator[str]:
-    """Faster products, which casting in kernels of its own makes slower than those that are not."""
+    """What FP8 would bring: faster products, unless casting in separate kernels costs more than they gain."""
     question, winner = answer.question, answer.best
     precision, compiled = question.precision, replace(question, compiled=True)
     if precision.fp8:
@@ -332,7 +330,7 @@ def _fp8(answer: Answer) -> Iterator[str]:
 def _batch(answer: Answer) -> Iterator[str]:
     question, rate = answer.question, answer.best.timed.tokens_per_s
     batch, gpus = question.global_batch, question.cluster.gpus
-    even = -(-batch // gpus) * gpus  # which GPUs can share, each with sequences of its own
+    even = -(-batch // gpus) * gpus  # which GPUs can divide, each with its own sequences
     for size in sorted({even, 2 * batch} - {batch}):
         found = settled(search(replace(question, global_batch=size))).winner
         if found is not None and (gain := found.timed.tokens_per_s / rate - 1) >= _WORTH:
@@ -356,7 +354,7 @@ def _network(answer: Answer) -> Iterator[str]:
 
 
 def _faster(question: Question, than: Answer) -> Iterator[tuple[float, Candidate]]:
-    """(by which part of a step it is faster, the best for another question), if that is worth a word."""
+    """(the part of a step saved, the best candidate) for another question, if it is worth mentioning."""
     found = settled(search(question)).winner
     if found is not None and (gain := 1 - found.seconds / than.best.seconds) >= _WORTH:
         yield gain, found
@@ -364,7 +362,7 @@ def _faster(question: Question, than: Answer) -> Iterator[tuple[float, Candidate
 
 @functools.lru_cache(maxsize=1)
 def unpinned(question: Question) -> tuple[str, Answer] | None:
-    """("--tensor 2 and --strategy zero1", what is best without them); None where the search has tried all."""
+    """("--tensor 2 and --strategy zero1", the best answer without them); None if nothing was pinned."""
     names = [name for name in _PINS if getattr(question, name) is not None]
     if not names:
         return None
@@ -373,7 +371,7 @@ def unpinned(question: Question) -> tuple[str, Answer] | None:
 
 
 def eight_bit(question: Question) -> Question:
-    """The same with an 8-bit optimizer."""
+    """The same question with an 8-bit optimizer."""
     return replace(question, optimizer="adamw-8bit", precision=replace(question.precision, moments=1))
 
 

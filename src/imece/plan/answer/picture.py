@@ -1,4 +1,5 @@
-"""A plan as a picture: memory and step of the best ways, the winner's step on a time axis, and all ways."""
+"""Draws a plan: memory and step of the best candidates, the winner's step on a time axis, and all
+candidates."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ _SPANS = {
     "sums gradients": "#cc4125", "exposed: parameters": "#f6c992", "exposed: gradients": "#e8a093",
     "exposed: context": "#a64d79", "next forward": "#cfe2f3",
 }  # fmt: skip
-_KINDS = (  # of ways, for the picture of all of them
+_KINDS = (  # of candidates, for the picture of all of them
     ("pipeline", "#741b47", "with a pipeline"),
     ("tensor", "#e69138", "tensor parallel"),
     ("context", "#38761d", "context parallel"),
     ("data", "#1f4e8c", "data parallel only"),
 )
 _OTHER = "#777777"
-_SHOWN = 1.35  # of the memory there is: longer bars end there, and say how long they are
+_SHOWN = 1.35  # of the available memory: longer bars end there and say how long they are
 _MOST_POINTS = 4000
 
 
@@ -66,7 +67,7 @@ def whole(explained: Explained, answer: Answer) -> Figure:
 
 
 def draw_memory(axes: Axes, explained: Explained) -> None:
-    """A bar for the winner and each other, and how much there is."""
+    """A bar for the winner and for each other candidate, and the available memory."""
     cluster = explained.question.cluster
     room = cluster.gpu.memory_bytes / 1e9
     rows = [explained.winner, *(each.candidate for each in explained.others)]
@@ -88,7 +89,7 @@ def draw_memory(axes: Axes, explained: Explained) -> None:
 
 
 def draw_steps(axes: Axes, explained: Explained) -> None:
-    """A bar for each way that fits."""
+    """A bar for each candidate that fits."""
     rows = [
         explained.winner,
         *(each.candidate for each in explained.others if each.candidate.time is not None),
@@ -129,7 +130,7 @@ def draw_timeline(axes: Axes, explained: Explained) -> None:
 
 
 def draw_all(axes: Axes, answer: Answer) -> None:
-    """Every way that fits: tokens/s against memory, with the best of each size joined by a line."""
+    """Every candidate that fits: tokens/s against memory, with the best of each size joined by a line."""
     winner = answer.best
     shown = answer.ranked[:: max(1, len(answer.ranked) // _MOST_POINTS)]
     for axis, colour, label in _KINDS:
@@ -164,7 +165,7 @@ def _stacked(
     unit: float,
     most: float,
 ) -> None:
-    """Horizontal bars, the first on top; nothing is drawn beyond `most` units."""
+    """Horizontal bars, the first on top; bars are cut off at `most` units."""
     found = [amounts(each) for each in rows]
     names = sorted({name for each in found for name in each}, key=[*colours].index)
     done = [0.0] * len(rows)

@@ -1,7 +1,7 @@
-"""The same question on ever more hosts: what a step takes there, and what of the speed is left.
+"""Answers the same question for ever more hosts: the time of a step, and how much of the ideal speed is left.
 
-Weak scaling: the batch grows with the GPUs, so each has as much to do as before. Strong scaling: the batch
-stays, so each has less, and what ranks say to each other weighs more.
+Weak scaling: the batch grows with the GPUs, so each GPU has as much to do as before. Strong scaling: the
+batch stays, so each GPU has less to do and communication weighs more.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MOST_GPUS = 25_600  # 16 x 8 x 200
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan for so many GPUs."""
+    """The best plan for this many GPUs."""
 
     question: Question
-    candidate: Candidate | None  # none where nothing fits, or the batch cannot be divided
-    least: Candidate | None = None  # what would need least, where nothing fits
+    candidate: Candidate | None  # None if nothing fits, or the batch cannot be divided
+    least: Candidate | None = None  # the one that needs least, if nothing fits
 
     @property
     def gpus(self) -> int:
@@ -36,12 +36,12 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 where there is no plan."""
+        """0 if there is no plan."""
         return self.candidate.time.tokens_per_s if self.candidate and self.candidate.time else 0.0
 
     @property
     def exposed(self) -> float:
-        """The part of a step in which GPUs wait for messages or for the pipeline."""
+        """The part of a step in which GPUs wait for communication or the pipeline."""
         if self.candidate is None or self.candidate.time is None:
             return 0.0
         time = self.candidate.time
@@ -49,7 +49,7 @@ class Point:
 
 
 def hosts_to_try(question: Question, most_gpus: int = MOST_GPUS) -> list[int]:
-    """From what was asked, doubled again and again, up to exactly `most_gpus` if that is a multiple."""
+    """Doubled from the asked number on, up to exactly `most_gpus` if that is a multiple."""
     first, inside = question.cluster.hosts, question.cluster.gpus_per_host
     found = []
     hosts = first
@@ -62,7 +62,7 @@ def hosts_to_try(question: Question, most_gpus: int = MOST_GPUS) -> list[int]:
 
 
 def curve(question: Question, kind: Kind, most_gpus: int = MOST_GPUS) -> Iterator[Point]:
-    """A point for each number of hosts, by a search of its own."""
+    """A point for each number of hosts, from its own search."""
     for hosts in hosts_to_try(question, most_gpus):
         times = hosts // question.cluster.hosts
         batch = question.global_batch * (times if kind == "weak" else 1)
@@ -73,14 +73,14 @@ def curve(question: Question, kind: Kind, most_gpus: int = MOST_GPUS) -> Iterato
 
 
 def efficiency(point: Point, first: Point) -> float:
-    """Tokens a second of a GPU, over what one of the first point's makes; 0 where there is no plan."""
+    """Tokens per second and GPU, relative to the first point; 0 if there is no plan."""
     if not first.tokens_per_s:
         return 0.0
     return point.tokens_per_s / point.gpus / (first.tokens_per_s / first.gpus)
 
 
 def scale_lines(points: Sequence[Point], width: int) -> Iterator[str]:
-    """A table, a line a point; a plan for which that is too short comes below its figures."""
+    """A table with a line per point; a plan that is too wide comes below its figures."""
     first = next((point for point in points if point.candidate is not None), points[0])
     yield (
         f"{'GPUs':>7} {'sequences':>9} {'tokens/s':>13} {'step':>8} {'MFU':>5} {'left':>6} {'waits':>6} "
@@ -119,7 +119,7 @@ def _why_none(point: Point) -> str:
 
 
 def slower(points: Sequence[Point]) -> Iterator[str]:
-    """Of each number of GPUs that is slower than fewer, why."""
+    """For each number of GPUs that is slower than a smaller one, why."""
     best: Point | None = None
     for point in points:
         if point.candidate is None:
@@ -136,7 +136,8 @@ def slower(points: Sequence[Point]) -> Iterator[str]:
 
 
 def _uneven(point: Point, best: Point) -> str:
-    """What it is to the batch that there are as many GPUs, if they cannot be grouped as those of the best."""
+    """How this number of GPUs divides the batch unevenly, if they cannot be grouped like those of the
+    best."""
     assert best.candidate is not None
     batch, group = point.question.global_batch, best.gpus // best.candidate.setup.parallel.data
     groups = point.gpus // group
@@ -154,7 +155,7 @@ def _uneven(point: Point, best: Point) -> str:
 
 
 def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
-    """The same for a program."""
+    """The points for a program."""
     first = next((point for point in points if point.candidate is not None), points[0])
     return {
         "scaling": kind,
@@ -176,7 +177,7 @@ def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
 
 
 def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
-    """A PNG: tokens/s beside what would be ideal, and what a step is spent on."""
+    """Draw a PNG: tokens/s beside the ideal, and what a step is spent on."""
     from matplotlib.figure import Figure
 
     shown = [point for point in points if point.candidate is not None]

@@ -1,4 +1,5 @@
-"""Every way that fits, ranked by the time of a step; of those that do not fit, how much they would need."""
+"""Finds every plan that fits, ranked by the time of a step; of the others, how much memory they would
+need."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from imece.plan.memory.memory import Memory, memory
 from imece.plan.setup import Parallel, Recomputation, Setup
 from imece.plan.speed.step_time import StepTime, step_time
 
-# Two ways are as good as equally fast within so much of a step: no prediction is better than that. Then the
-# simpler one is taken, that is with fewer kinds of parallelism, and of its micro-batches the one that needs
-# least memory.
+# Plans within this part of a step count as equally fast: predictions are no more exact. Then the simpler plan
+# is taken, i.e. the one with fewer kinds of parallelism, and of its micro-batches the one that needs least
+# memory.
 SAME = 0.01
 BUCKETS = tuple(size * 2**20 for size in (1, 5, 10, 25, 50, 100, 200, 400))  # bytes
 _PER_HOUR = 3600.0
@@ -27,11 +28,11 @@ _PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way, what it needs and how long a step of it takes; no time for one that does not fit."""
+    """One plan, the memory it needs and the time of its step; no time if it does not fit."""
 
     setup: Setup
     memory: Memory
-    needed: int  # bytes of a GPU, with what lies outside the framework's allocator
+    needed: int  # bytes per GPU, including those outside the framework's allocator
     time: StepTime | None = None
 
     @property
@@ -42,22 +43,22 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step. AssertionError if it does not fit."""
+        """Per step. AssertionError if it does not fit."""
         return self.timed.total
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the search found. `ranked[0]` is what to take."""
+    """What the search found. `ranked[0]` is the one to take."""
 
     question: Question
-    ranked: tuple[Candidate, ...]  # that fit: the winner, then by time
-    missed: tuple[Candidate, ...]  # the least of each arrangement of which nothing fits, by bytes
+    ranked: tuple[Candidate, ...]  # those that fit: the winner, then by time
+    missed: tuple[Candidate, ...]  # by bytes: the smallest of each arrangement in which nothing fits
     considered: int
 
     @property
     def winner(self) -> Candidate | None:
-        """What to take; None if nothing fits."""
+        """The candidate to take; None if nothing fits."""
         return self.ranked[0] if self.ranked else None
 
     @property
@@ -68,7 +69,8 @@ class Answer:
 
 
 def search(question: Question) -> Answer:
-    """Try all. What does not fit is not timed, nor are larger micro-batches of it, which need more still."""
+    """Try every setup. Setups that do not fit are not timed, and their larger micro-batches, which need more
+    memory, are skipped."""
     fits: list[Candidate] = []
     least: dict[Parallel, Candidate] = {}
     fitting: set[Parallel] = set()
@@ -92,42 +94,41 @@ def search(question: Question) -> Answer:
 
 
 def weigh(setup: Setup, cluster: Cluster) -> Candidate:
-    """The memory of one way alone."""
+    """A candidate with memory but without time."""
     found = memory(setup, framework=framework_on(cluster))
     return Candidate(setup, found, found.total + cluster.gpu.overhead_bytes)
 
 
 def framework_on(cluster: Cluster) -> Framework:
-    """What we keep in memory there: on CPUs of one host ranks have parameters in common memory."""
+    """Which software's memory to predict: imece's, which on CPUs of one host keeps parameters in shared
+    memory."""
     if is_cpu(cluster):
         return IMECE_CPU if cluster.hosts == 1 else IMECE_HOSTS
     return IMECE
 
 
 def judge(setup: Setup, cluster: Cluster) -> Candidate:
-    """Memory and time of one way, whether it fits or not."""
+    """A candidate with memory and time, whether it fits or not."""
     return replace(weigh(setup, cluster), time=step_time(setup, cluster))
 
 
 def settled(answer: Answer) -> Answer:
-    """The same with buckets of the best size in each way that might win by it, so that the winner is the
-    fastest of all. The rest of the ranking, each slower at best, has buckets as usual.
-    """
+    """The same answer, with the best buckets in each candidate that might win by them, so that the winner is
+    the fastest of all. All others are slower even at best, and keep the usual buckets."""
     tuned, rest = tune(answer.ranked, answer.question)
     fits = sorted([*tuned, *rest], key=lambda each: each.seconds)
     return replace(answer, ranked=tuple(_winner_first(fits)))
 
 
 def fastest(candidates: Iterable[Candidate], question: Question) -> Candidate:
-    """Of those that fit, at least one, each with buckets of the best size."""
+    """The fastest of those that fit (at least one must), each with its best buckets."""
     tuned, _ = tune(candidates, question)
     return min(tuned, key=lambda each: each.seconds)
 
 
 def tune(candidates: Iterable[Candidate], question: Question) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that fit, in two: with buckets of the best size, and as they came, since with any buckets they
-    are more than 1 % slower than the fastest.
-    """
+    """Those that fit, as two lists: with their best buckets; and unchanged, because no buckets bring them
+    within 1 % of the fastest."""
     waiting = sorted(candidates, key=_at_best)
     tuned: list[Candidate] = []
     most = math.inf
@@ -140,14 +141,13 @@ def tune(candidates: Iterable[Candidate], question: Question) -> tuple[list[Cand
 
 
 def _at_best(candidate: Candidate) -> float:
-    """Seconds of a step if summing gradients took none: it is all that buckets change."""
+    """Seconds of a step if summing gradients took no time: buckets cannot make it faster."""
     return candidate.seconds - candidate.timed.exposed["gradients"]
 
 
 def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
-    """One that fits, with buckets of the best size: of those within 0.1 % of the fastest that fits, the one
-    nearest to the usual.
-    """
+    """A candidate that fits, with the best buckets: of the sizes within 0.1 % of the fastest that fits, the
+    one nearest to the usual."""
     setup = candidate.setup
     usual = max(usual_buckets(setup, question.cluster))
     sizes = (replace(setup.recipe, bucket_bytes=size) for size in {*BUCKETS, usual})
@@ -161,7 +161,7 @@ def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
 
 
 def usual_buckets(setup: Setup, cluster: Cluster) -> set[int]:
-    """Bytes of those that parallelize makes by itself, on each stage of a pipeline."""
+    """Bytes of the buckets that parallelize makes by default, on each stage of a pipeline."""
     divides, framework = DIVIDED[setup.parallel.strategy], framework_on(cluster)
     if not divides.optimizer or is_cpu(cluster):
         return {usual_cap_bytes(small=divides.gradients)}
@@ -170,7 +170,7 @@ def usual_buckets(setup: Setup, cluster: Cluster) -> set[int]:
 
 
 def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:
-    """Those than which none is both faster and smaller, from the smallest."""
+    """Candidates for which no other is both faster and smaller, from the smallest."""
     front: list[Candidate] = []
     for each in sorted(candidates, key=lambda one: (one.needed, one.seconds)):
         if not front or each.seconds < front[-1].seconds:
@@ -179,12 +179,12 @@ def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:
 
 
 def hours_for(tokens: float, candidate: Candidate) -> float:
-    """To train on so many tokens, in hours."""
+    """Hours to train on this many tokens."""
     return tokens / candidate.timed.tokens_per_s / _PER_HOUR
 
 
 def complexity(setup: Setup) -> tuple[int, int]:
-    """Larger: more to understand, and more that can go wrong."""
+    """Larger means more to understand, and more that can go wrong."""
     parallel = setup.parallel
     kinds = sum(size > 1 for size in (parallel.tensor, parallel.pipeline, parallel.context))
     return kinds, parallel.interleave

@@ -1,4 +1,4 @@
-"""Nothing fits: by how much the least plan misses, and the least changes with which one would fit."""
+"""What to do if nothing fits: by how much the smallest plan misses, and the smallest changes that help."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _FULL_HOST = 8
 
 
 Find = Callable[[str, int, int], Cluster]
-"""From a GPU's name, how many are in a host, and how many hosts: a cluster, with its links."""
+"""(GPU's name, GPUs per host, hosts) -> the cluster with its links."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A change with which it might fit."""
+    """A change with which a plan might fit."""
 
     name: str
     question: Question
-    least: Candidate  # the winner if it fits, else what misses by the least
+    least: Candidate  # the winner if it fits, else the candidate that misses by least
     fits: bool
 
     @property
     def sentence(self) -> str:
-        """What comes of it."""
+        """The result of the change, in a sentence."""
         if self.fits:
             on_host = self.least.memory.host * self.question.cluster.gpus_per_host
             also = f" and {gb(on_host)} GB of memory in each host" if on_host else ""
@@ -49,18 +49,17 @@ class Way:
 
 
 def least(answer: Answer) -> Candidate:
-    """Of what does not fit, that which needs the least. AssertionError if there is nothing at all."""
+    """The candidate that needs least although it does not fit. AssertionError if there is none."""
     assert answer.missed, "no arrangement could be tried"
     return answer.missed[0]
 
 
 def ways(question: Question, gpus: Sequence[str], find: Find, here: bool = False) -> list[Way]:
-    """What would help, the smallest changes first. gpus: names of those that may be had. here: none may but
-    this machine, with another number of ranks.
-    """
+    """Changes that would help, the smallest first. gpus: names of available GPUs. here: only this machine is
+    available, with another number of ranks."""
     found = [way for name, asked in _same_machine(question) if (way := _try(name, asked)) is not None]
     others = (_larger_gpus(question, gpus, find), _more_gpus(question, find))
-    # One that needs several changes is not told where a single one is enough.
+    # Combinations of changes are only tried if no single one is enough.
     for candidates in (_other_ranks(question, find),) if here else others:
         for name, asked in candidates:
             way = _try(name, asked)
@@ -74,8 +73,8 @@ def state_arithmetic(question: Question) -> str:
     """ "2 + 2 + 4 + 4 + 4 = 16 bytes a parameter x 70.6B = 1,129 GB; 8 GPUs have 684 GB"."""
     precision, model, cluster = question.precision, question.model, question.cluster
     part = held(model, Parallel(), 0, IMECE)
-    in_layers = part.layers * part.products / part.total  # in their matrices, as a part of all
-    # Of AdamW; SGD has one, Muon one of matrices.
+    in_layers = part.layers * part.products / part.total  # matrices' share of the parameters
+    # AdamW has two moments, SGD one, Muon one for matrices.
     moments = {"sgd": [1.0], "muon": [2 - in_layers]}.get(question.optimizer, [1.0, 1.0])
     sizes = [precision.parameters, precision.gradients, precision.masters]
     shown = [size for size in (*sizes, *(precision.moments * number for number in moments)) if size]
@@ -100,7 +99,7 @@ def _same_machine(question: Question) -> Iterator[tuple[str, Question]]:
     if question.adapters == "none":
         if question.optimizer == "adamw":
             yield "--optimizer adamw-8bit", eight_bit(question)
-        if not question.offload and question.cluster.gpu.multiprocessors > 1:  # a CPU has one memory
+        if not question.offload and question.cluster.gpu.multiprocessors > 1:  # a CPU has no second memory
             yield "--offload optimizer", replace(question, offload="optimizer")
             yield "--offload parameters", replace(question, offload="parameters")
         yield "--adapters lora", replace(question, adapters="lora")
@@ -113,13 +112,13 @@ def _larger_gpus(question: Question, gpus: Sequence[str], find: Find) -> Iterato
     found = [find(name, cluster.gpus_per_host, cluster.hosts) for name in gpus]
     for each in sorted(found, key=lambda one: (one.gpu.memory_bytes, -(one.gpu.price_per_hour or 0))):
         larger = each.gpu.memory_bytes > cluster.gpu.memory_bytes
-        same = each.gpu.bf16 >= cluster.gpu.bf16  # another precision would be another change
+        same = each.gpu.bf16 >= cluster.gpu.bf16  # another precision would be a change of its own
         if larger and same and (each.gpu.fp8 or not question.precision.fp8):
             yield _on(each, question)
 
 
 def _more_gpus(question: Question, find: Find) -> Iterator[tuple[str, Question]]:
-    """Twice as many, and so on: first in the host, then more hosts."""
+    """Twice as many GPUs and so on: first in the host, then more hosts."""
     name, inside, hosts = question.cluster.gpu.name, question.cluster.gpus_per_host, question.cluster.hosts
     while inside * hosts < _MOST_GPUS:
         if inside < _FULL_HOST:
@@ -130,7 +129,8 @@ def _more_gpus(question: Question, find: Find) -> Iterator[tuple[str, Question]]
 
 
 def _other_ranks(question: Question, find: Find) -> Iterator[tuple[str, Question]]:
-    """Half as many, which may have more each, and so on; then twice as many, which may have a GPU each."""
+    """Half as many ranks and so on, which leaves each more memory; then twice as many, which may each have a
+    GPU."""
     cluster, ranks = question.cluster, question.cluster.gpus_per_host
     for number in [ranks >> half for half in range(1, ranks.bit_length())] + [
         ranks << double for double in range(1, _FULL_HOST) if ranks << double <= _FULL_HOST

@@ -1,4 +1,4 @@
-"""All ways to train a model on a cluster: what the search tries, before it knows what fits or how fast it is.
+"""All ways to train a model on a cluster: what the search tries, before memory and speed are known.
 
 ranks = tensor x context x data x pipeline, tensor innermost: its ranks are neighbours in a host.
 """
@@ -30,24 +30,24 @@ from imece.plan.setup import (
 _NUMBERS = (
     "global_batch", "seq", "tensor", "pipeline", "interleave", "context", "micro_batch", "adapter_rank",
 )  # fmt: skip
-_MOST = 10**12  # of each of these
+_MOST = 10**12  # of each number in a question
 STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
-RESERVE = 0.04  # of the memory: so far off is a prediction of it, in the middle of published runs
-_MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing more long before
+RESERVE = 0.04  # of the memory: median error of the prediction in published runs
+_MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing with more
 _LEAST_TOKENS = 1024  # of a sequence, on each rank of a context group
-_LONG_SEQ = 8192  # tokens: of shorter sequences nobody needs to share one among ranks
+_LONG_SEQ = 8192  # tokens: shorter sequences need not be divided among ranks
 _MOST_CHUNKS = 8  # of the model on a pipeline rank
-_FP8_SIDE = 16  # of which the sides of what is multiplied in FP8 are multiples
+_FP8_SIDE = 16  # sides of matrices multiplied in FP8 are multiples of this
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained on what. None: the search tries all."""
+    """What is to be trained on what. None: the search tries all values."""
 
     model: Model
     cluster: Cluster
-    global_batch: int  # sequences a step
-    seq: int  # tokens of a sequence
+    global_batch: int  # sequences per step
+    seq: int  # tokens per sequence
     strategy: Strategy | None = None
     tensor: int | None = None
     pipeline: int | None = None
@@ -66,12 +66,12 @@ class Question:
 
     @property
     def room_bytes(self) -> int:
-        """Of a GPU, that a plan may need."""
+        """Bytes of a GPU that a plan may need."""
         return int((1 - self.reserve) * self.cluster.gpu.memory_bytes)
 
 
 def check(question: Question) -> None:
-    """UserError, with the nearest numbers that would do, for what cannot be divided."""
+    """UserError, with the nearest numbers that work, for numbers that cannot be divided."""
     ranks, each = question.cluster.gpus, device(question.cluster)
     for name in _NUMBERS:
         value = getattr(question, name)
@@ -113,7 +113,7 @@ def check(question: Question) -> None:
 
 
 def why_no_fp8(question: Question) -> str | None:
-    """What stands against products in FP8, as torchao.float8 makes them of nn.Linear; None: nothing."""
+    """Why products cannot be in FP8, as torchao.float8 makes them of nn.Linear; None if they can."""
     model, gpu = question.model, question.cluster.gpu
     if not gpu.fp8:
         *some, last = gpus_with_fp8()
@@ -130,7 +130,7 @@ def why_no_fp8(question: Question) -> str | None:
 
 
 def arrangements(question: Question) -> Iterator[Parallel]:
-    """Every way in which the ranks can be arranged so that the batch can be divided."""
+    """Every arrangement of the ranks in which the batch can be divided."""
     for tensor, context, pipeline, data in _axes(question):
         if question.global_batch % (data * (question.micro_batch or 1)):
             continue
@@ -149,14 +149,14 @@ def arrangements(question: Question) -> Iterator[Parallel]:
 
 
 def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
-    """For each way of recomputation, from the smallest micro-batch to the largest."""
+    """A list for each way of recomputation, from the smallest micro-batch to the largest."""
     share = question.global_batch // parallel.data
     if question.micro_batch is not None:
         sizes = [question.micro_batch]
     else:
         most = min(share, _MOST_AT_ONCE)
         sizes = [size for size in range(1, most + 1) if share % size == 0]
-    if parallel.interleave > 1:  # as Megatron has it: whole rounds of micro-batches
+    if parallel.interleave > 1:  # as in Megatron-LM: whole rounds of micro-batches
         sizes = [size for size in sizes if share // size % parallel.pipeline == 0]
     base = Recipe(
         question.seq, optimizer=question.optimizer, adapters=question.adapters,
@@ -168,7 +168,7 @@ def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
 
 
 def setups(question: Question) -> Iterator[list[Setup]]:
-    """All candidates, in lists that differ in the micro-batch alone, the smallest first."""
+    """All setups, in lists that differ only in the micro-batch, the smallest first."""
     for parallel in arrangements(question):
         for line in recipes(question, parallel):
             if line:
@@ -198,9 +198,9 @@ def _check_axes(question: Question) -> None:
 
 
 def why_none(question: Question) -> str:
-    """There is no way at all: what stands against it, and what would do."""
+    """Why there is no arrangement at all, and what would help."""
     if question.strategy is not None and _has_ways(replace(question, strategy=None)):
-        return (  # all others take any arrangement
+        return (  # only these restrict the arrangement
             f"--strategy {question.strategy} shards inside hosts and replicates between them, and here no "
             f"host has several {device(question.cluster)}s with a part of the model that other hosts have "
             f"too: use {_plain(question.strategy)}"
@@ -230,12 +230,12 @@ def _has_ways(question: Question) -> bool:
 
 
 def _plain(strategy: Strategy) -> Strategy:
-    """What goes without hosts."""
+    """The strategy on a single host."""
     return "zero3" if strategy == "hybrid" else "zero2"
 
 
 def _axes(question: Question) -> Iterator[tuple[int, int, int, int]]:
-    """(tensor, context, pipeline, data), whatever the batch is."""
+    """(tensor, context, pipeline, data), for any batch."""
     ranks = question.cluster.gpus
     for tensor in _tensors(question):
         for context in _contexts(question, ranks // tensor):
@@ -292,14 +292,14 @@ def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[S
 
 
 def _can_offload(question: Question, strategy: Strategy, ranks: int) -> bool:
-    """As data_parallel/sharding/offload.py has it: one GPU has no other way to keep what is stepped whole."""
+    """As in data_parallel/sharding/offload.py; but on one GPU every strategy may offload the optimizer."""
     if question.offload == "parameters":
         return DIVIDED[strategy].parameters
     return question.offload is None or DIVIDED[strategy].optimizer or ranks == 1
 
 
 def _recomputations(question: Question) -> tuple[Recomputation, ...]:
-    # Flash attention keeps no scores, which are what selective recomputation throws away.
+    # Flash attention keeps no scores, which are what selective recomputation drops.
     return ("none", "full") if question.attention == "flash" else ("none", "selective", "full")
 
 

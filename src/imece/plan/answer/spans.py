@@ -1,8 +1,8 @@
 """The end of a step on a time axis, for a picture: the last micro-batch, its messages and the optimizer.
 
 With a pipeline it is a whole step with few micro-batches, stage by stage, forward and backward in turn.
-Lengths are those of step_time; work of one kind within a micro-batch is drawn in one piece. Where parameters
-are gathered once a step, beside the forward that follows it, that forward is drawn too.
+Lengths are those of step_time; work of one kind within a micro-batch is drawn in one piece. If parameters are
+gathered once per step, beside the forward that follows, that forward is drawn too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from imece.plan.speed.stage import StageTime, stage_time
 from imece.plan.speed.synchronise import Synchronisation, optimizer_s, reductions, synchronise
 from imece.plan.speed.timeline import ends
 
-_MOST_PIECES = 40  # that are drawn one by one
+_MOST_PIECES = 40  # drawn one by one
 _MOST_STAGES = 16
 
 
@@ -33,7 +33,7 @@ class Span:
 
 
 def spans(setup: Setup, cluster: Cluster) -> list[Span]:
-    """What to draw."""
+    """All bars of the drawing."""
     stage = stage_time(setup, cluster, IMECE)
     if setup.parallel.pipeline > 1:
         return list(_pipeline(setup, stage))
@@ -41,7 +41,7 @@ def spans(setup: Setup, cluster: Cluster) -> list[Span]:
 
 
 def what_is_drawn(setup: Setup) -> str:
-    """A title."""
+    """The drawing's title."""
     recipe, stages = setup.recipe, setup.parallel.pipeline
     if stages > 1:
         shown = min(recipe.accumulation, 2 * stages)
@@ -101,16 +101,15 @@ def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Itera
 
 
 def _gathers(begin: float, beside: float, long: float, pieces: int, earliest: float = 0.0) -> Iterator[Span]:
-    """Of parameters used one after the other in `beside` seconds from `begin` on; each is asked for one share
-    ahead of its use, none before `earliest`.
-    """
+    """Gathers of parameters that are used one after the other in `beside` seconds from `begin` on. Each is
+    requested one share before its use, and none before `earliest`."""
     if long > 0:
         asked = [max(earliest, begin + beside * (piece - 1) / pieces) for piece in range(pieces)]
         yield from _pieces("gathers parameters", asked, long / pieces)
 
 
 def _gathers_once(setup: Setup) -> bool:
-    """In a step, before the forward that follows the optimizer's update: each rank has all parameters."""
+    """Whether each rank gathers all parameters once per step, before the forward that follows the update."""
     divides = DIVIDED[setup.parallel.strategy]
     return divides.optimizer and not divides.parameters
 
@@ -121,9 +120,9 @@ def _gathered_times(setup: Setup) -> int:
 
 
 def _busy(setup: Setup, found: Synchronisation) -> tuple[float, float]:
-    """Seconds of the network for one micro-batch: gathering parameters, summing gradients.
+    """Seconds of the network for one micro-batch: (gathering parameters, summing gradients).
 
-    The step's are dealt by the bytes that move: gathering them once, and summing them once, are as many.
+    The step's seconds are divided by bytes: one gather and one sum of everything move equally many.
     """
     whole = found.gradients + found.parameters + found.hidden
     divides = DIVIDED[setup.parallel.strategy]
@@ -142,10 +141,10 @@ def _pieces(
 
 
 def _pipeline(setup: Setup, stage: StageTime) -> Iterator[Span]:
-    """One forward and one backward in turn, on every stage (on the first sixteen, if there are more).
+    """One forward and one backward in turn, on every stage (only the first sixteen, if there are more).
 
-    With several chunks a stage as Megatron-LM has it: in rounds of as many micro-batches as there are stages,
-    which go through the first chunk of all stages, then through the second.
+    Several chunks per stage run as in Megatron-LM: in rounds of as many micro-batches as there are stages,
+    which pass through the first chunk of all stages, then through the second.
     """
     stages, chunks = setup.parallel.pipeline, setup.parallel.interleave
     batches = min(setup.recipe.accumulation, 2 * stages)
@@ -170,11 +169,12 @@ def _pipeline(setup: Setup, stage: StageTime) -> Iterator[Span]:
                     yield Span(f"stage {at + 1}", piece[0], start, stop)
 
 
-_Piece = tuple[str, int, int]  # ("forward", part, micro-batch): of chunk c on stage s part c x stages + s
+_Piece = tuple[str, int, int]  # ("forward", part, micro-batch): chunk c on stage s is part c x stages + s
 
 
 def _order(at: int, stages: int, chunks: int, batches: int) -> list[_Piece]:
-    """What a stage does: forwards until the first backward may come, then in turn, then what is left."""
+    """The order of a stage's work: forwards until the first backward can come, then in turn, then the
+    rest."""
 
     def all_of(name: str) -> list[_Piece]:
         rounds = (range(first, min(first + stages, batches)) for first in range(0, batches, stages))

@@ -1,4 +1,4 @@
-"""An answer as a person reads it in a terminal, and as a program reads it."""
+"""Formats an answer: lines for a terminal, JSON for a program."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _LABEL = 9  # columns
 _BAR, _LEAST_BAR, _SHARE = 40, 10, 9
 _LEAST_TEXT = 18  # columns beside a name
 _AMOUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
-_BLOCKS = ("█", "░")  # what is taken, and what is free
+_BLOCKS = ("█", "░")  # used, and free
 
 
 @dataclass(frozen=True)
 class Explained:
-    """The winner, and all that is said of it."""
+    """The winner with its explanations."""
 
     question: Question
     winner: Candidate
     others: Sequence[Other]
     gains: Sequence[str]
-    tokens: float  # that time and price are told for
+    tokens: float  # in the training, for its time and price
     considered: int
     next: Next
     notes: Sequence[str] = ()
 
 
 def subject(question: Question) -> str:
-    """What is planned, in a line."""
+    """What is planned, in one line."""
     cluster, model = question.cluster, question.model
     where = f"{cluster.gpus_per_host} x {cluster.gpu.name}"
     where += (
@@ -95,7 +95,7 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
 
 
 def _next_lines(found: Next, width: int) -> Iterator[str]:
-    """How to do it with imece."""
+    """How to run it with imece."""
     if found.call is None:
         yield from wrapped("next", found.says, width)
         return
@@ -108,7 +108,7 @@ def _next_lines(found: Next, width: int) -> Iterator[str]:
 
 
 def messages(explained: Explained) -> str | None:
-    """How large the messages between data-parallel ranks are best; None if there are none."""
+    """The best size of messages between data-parallel ranks; None if there are none."""
     parallel = explained.winner.setup.parallel
     if parallel.data * parallel.context == 1:
         return None
@@ -119,7 +119,7 @@ def messages(explained: Explained) -> str | None:
 
 
 def speed(winner: Candidate, tokens: float, cluster: Cluster) -> str:
-    """Tokens a second, MFU, time and price."""
+    """Tokens per second, MFU, time and price."""
     hours = hours_for(tokens, winner)
     price = ""
     if cluster.gpu.price_per_hour is not None:
@@ -136,7 +136,7 @@ def speed(winner: Candidate, tokens: float, cluster: Cluster) -> str:
 
 
 def memory_parts(candidate: Candidate, cluster: Cluster) -> dict[str, float]:
-    """Bytes of a GPU by category, with what lies outside of the framework."""
+    """Bytes of a GPU by category, including those outside the framework."""
     found = {name: float(size) for name, size in candidate.memory.by_category().items() if size}
     found["overhead"] = found.get("overhead", 0.0) + cluster.gpu.overhead_bytes
     return found
@@ -150,10 +150,10 @@ def bars(
     glosses: Mapping[str, str] | None = None,
     free: bool = False,
 ) -> Iterator[str]:
-    """One line an amount, each bar beginning where the one before ended. words: amount -> text.
+    """One line per amount; each bar begins where the one before ended. words: amount -> text.
 
-    glosses: what each name means. free: a last line for what is left of the whole. Where `width` columns are
-    too few, glosses are left out, then bars, then shares.
+    glosses: the meaning of each name. free: a last line for the rest of the whole. If there are too few
+    columns, glosses are dropped first, then bars, then shares.
     """
     full, empty = _BLOCKS if _can_print("".join(_BLOCKS)) else ("#", "-")
     rows = [(name, amount, full) for name, amount in amounts.items()]
@@ -179,7 +179,7 @@ def bars(
 
 
 def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
-    """The first of the ranking, a line each; a plan for which that is too short goes on below its column."""
+    """The top of the ranking, one line per plan; a plan that is too wide goes on below its column."""
     head = f"{'':>4} {'tokens/s':>12} {'step':>9} {'MFU':>5} {'GB':>6}  "
     beside = width - len(head) >= _LEAST_TEXT
     indent = " " * (len(head) if beside else 5)
@@ -198,7 +198,7 @@ def table(ranked: Sequence[Candidate], most: int, width: int) -> Iterator[str]:
 
 
 def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], width: int) -> Iterator[str]:
-    """Nothing fits: the least that would, and what would help."""
+    """Nothing fits: the plan that needs least, and what would help."""
     room = question.room_bytes
     yield from wrapped("", subject(question), width)
     yield ""
@@ -215,7 +215,7 @@ def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], 
 
 
 def as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
-    """One plan: bytes, seconds, and all that was chosen."""
+    """One plan: bytes, seconds, and everything that was chosen."""
     setup = candidate.setup
     found: dict[str, Any] = {
         "plan": title(setup),
@@ -272,7 +272,7 @@ def _next_json(found: Next, question: Question) -> dict[str, Any]:
 
 
 def question_json(question: Question) -> dict[str, Any]:
-    """What was asked."""
+    """The question for a program."""
     return {
         "model": asdict(question.model) | {"parameters": question.model.parameters},
         "cluster": asdict(question.cluster),
@@ -282,7 +282,7 @@ def question_json(question: Question) -> dict[str, Any]:
 
 
 def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -> dict[str, Any]:
-    """That nothing fits, for a program."""
+    """For a program, that nothing fits."""
     room = question.room_bytes
     return question_json(question) | {
         "fits": False,
@@ -295,8 +295,8 @@ def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -
 
 
 def wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
-    """`text` beside its label, with its own lines `hang` columns further in."""
-    if width - _LABEL - hang < _LEAST_TEXT:  # a narrow terminal: what belongs beside a name comes below it
+    """`text` beside its label, with its continuation lines `hang` columns further in."""
+    if width - _LABEL - hang < _LEAST_TEXT:  # narrow terminals: the text goes below its label
         text, hang = re.sub(" {3,}", "  ", text), min(hang, 2)
     first, rest = f"{label:<{_LABEL}}" if label or hang else "", " " * (_LABEL + hang)
     return textwrap.wrap(
@@ -307,7 +307,7 @@ def wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
 
 
 def _without_trifles(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Those below a thousandth of all, but for the first, as one."""
+    """Amounts with all but the first below a thousandth of the total merged into one."""
     whole = sum(amounts.values())
     kept = {name: amount for name, amount in amounts.items() if amount >= 1e-3 * whole}
     rest = whole - sum(kept.values())
@@ -315,7 +315,7 @@ def _without_trifles(amounts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _can_print(text: str) -> bool:
-    """Whether stdout has these characters."""
+    """Whether stdout's encoding has these characters."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -343,5 +343,5 @@ def _time(hours: float) -> str:
 
 
 def _round(number: float) -> str:
-    """Two digits, or whole ones from 99.5, of which two digits would be 1e+02."""
+    """Two digits, or a whole number from 99.5 on, where two digits would give 1e+02."""
     return f"{number:,.0f}" if number >= 99.5 else f"{number:.2g}"

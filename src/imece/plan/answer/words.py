@@ -1,4 +1,4 @@
-"""What the planner's choices are called, and what each of them means, for a person who never heard of it."""
+"""Names of the planner's choices, and their meanings for people who never heard of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALSO: dict[Strategy, str] = {
     "hybrid": "HYBRID_SHARD",
     "hybrid_zero2": "_HYBRID_SHARD_ZERO2",
 }
-CAUSES = {  # of communication that is not hidden behind computing
+CAUSES = {  # of exposed communication
     "gradients": "in summing gradients",
     "parameters": "in gathering parameters",
     "tensor": "in sums within layers",
@@ -50,7 +50,7 @@ OPTIMIZERS = {"adamw": "AdamW", "adamw-8bit": "8-bit AdamW", "sgd": "SGD", "muon
 
 
 def gb(nbytes: float) -> str:
-    """31_200_000_000 -> "31.2": GB of 10^9 bytes, with no more digits than say something."""
+    """31_200_000_000 -> "31.2": GB of 10^9 bytes, with no more digits than are meaningful."""
     number = nbytes / 1e9
     return (
         f"{number:,.0f}"
@@ -71,22 +71,21 @@ def seconds(number: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """(1, 8) -> "13 %"; less than half of one is "under 1 %"."""
+    """(1, 8) -> "13 %"; less than half a per cent is "under 1 %"."""
     percent = 100 * part / whole if whole else 0.0
     return f"{percent:.0f} %" if percent >= 0.5 else "under 1 %"
 
 
 def compared(ratio: float) -> str:
-    """A step, by how much of another it is longer: 0.07 -> "7 % slower", -0.07 -> "7 % faster", 1.3 -> "2.3
-    times as long".
-    """
+    """How much longer a step is than another: 0.07 -> "7 % slower", -0.07 -> "7 % faster", 1.3 -> "2.3 times
+    as long"."""
     if ratio >= 1:
         return f"{1 + ratio:,.1f} times as long"
     return f"{share(abs(ratio), 1.0)} {'slower' if ratio > 0 else 'faster'}"
 
 
 def device(cluster: Cluster) -> str:
-    """What holds a part of the training and computes: a "GPU", on CPUs a "rank"."""
+    """The word for a device: "GPU", or "rank" on CPUs."""
     return "rank" if is_cpu(cluster) else "GPU"
 
 
@@ -96,12 +95,12 @@ def is_cpu(cluster: Cluster) -> bool:
 
 
 def kinds(cluster: Cluster) -> dict[str, str]:
-    """What each category of memory is, by its name."""
+    """Category of memory -> its meaning."""
     return _KINDS | ({"overhead": "libraries"} if is_cpu(cluster) else {})
 
 
 def strategy_name(parallel: Parallel) -> str:
-    """ "TP 2 x PP 4 x ZeRO-1"; "one device" where nothing is parallel."""
+    """ "TP 2 x PP 4 x ZeRO-1"; "one device" if nothing is parallel."""
     axes = [
         *([f"TP {parallel.tensor}"] if parallel.tensor > 1 else []),
         *([f"CP {parallel.context}"] if parallel.context > 1 else []),
@@ -136,7 +135,7 @@ def title(setup: Setup) -> str:
 
 
 def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
-    """(word of the title, what it means here) with the numbers of this plan."""
+    """(word of the title, its meaning) with the numbers of this plan."""
     parallel, recipe, one = setup.parallel, setup.recipe, device(cluster)
     ranks = parallel.data * parallel.context
     if ranks > 1:

@@ -1,1 +1,1 @@
-"""Bytes that a rank needs."""
+"""Predicts the bytes that a rank needs."""

@@ -1,10 +1,10 @@
-"""Bytes of activations: what forward keeps for backward of one layer, and of how many at a time.
+"""Bytes of activations: what the forward of one layer keeps for backward, and for how many layers at a time.
 
     T        tokens of a micro-batch on one rank: its sequences, divided by context parallelism
     sharded  by sequence parallelism, over the ranks that share a layer's matrices
-    kept     until the micro-batch's backward comes; `working` is there while one layer's backward runs
+    kept     until the micro-batch's backward; `working` exists while one layer's backward runs
 
-With the switches of the papers these are table 2 of Korthikanti et al. 2022 to the byte.
+With the papers' switches these are table 2 of Korthikanti et al. 2022 to the byte.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe
 
-_MASK = 1  # bytes of an element of a dropout mask
-_STATISTIC = 4  # bytes of a number that a row has, in fp32
-_PLAIN_COPIES = 2  # of an MLP's width that is not gated: before and after its activation
-_COMPILED_COPIES = 3  # of either, at most, where a compiler computes again what is cheap
+_MASK = 1  # bytes per element of a dropout mask
+_STATISTIC = 4  # bytes of the one fp32 number per row
+_PLAIN_COPIES = 2  # of an ungated MLP's width: before and after its activation
+_COMPILED_COPIES = 3  # at most, of any MLP's width, if a compiler recomputes what is cheap
 
 
 @dataclass(frozen=True)
 class Layer:
     """Bytes of one layer and one micro-batch, on one rank."""
 
-    norms: float = 0.0  # inputs of norms: the residual, for most models twice
-    inputs: float = 0.0  # outputs of norms: what the first products of attention and MLP read
-    attention: float = 0.0  # queries, keys, values, and what attention gives out
-    scores: float = 0.0  # T x T, or one number a row of it with flash attention
+    norms: float = 0.0  # inputs of norms: the residual, in most models twice
+    inputs: float = 0.0  # outputs of norms, which the first products of attention and MLP read
+    attention: float = 0.0  # queries, keys, values, and attention's output
+    scores: float = 0.0  # T x T, or one number per row with flash attention
     mlp: float = 0.0
-    dropout: float = 0.0  # masks of what is added to the residual
-    adapters: float = 0.0  # between their two matrices
+    dropout: float = 0.0  # masks on what is added to the residual
+    adapters: float = 0.0  # between the adapters' two matrices
 
     @property
     def total(self) -> float:
@@ -41,12 +41,12 @@ class Layer:
 
 
 def tokens(recipe: Recipe, parallel: Parallel) -> float:
-    """Of a micro-batch, on one rank."""
+    """Tokens of a micro-batch on one rank."""
     return recipe.micro_batch * recipe.seq / parallel.context
 
 
 def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
-    """Of a layer of which nothing is computed again."""
+    """A layer without recomputation."""
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = tensor if parallel.sequence else 1
     residual = 2 * count * model.width
@@ -75,7 +75,7 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
 
 
 def _of_residual(recipe: Recipe) -> int:
-    """Bytes of an element of it: under autocast norms and sums are in the parameters' dtype."""
+    """Bytes per element of the residual: under autocast norms and sums are in the parameters' dtype."""
     precision = recipe.precision
     return precision.parameters if precision.autocast else precision.activations
 
@@ -89,12 +89,12 @@ def _mlp(model: Model, count: float, recipe: Recipe, framework: Framework) -> fl
         return count * copies * model.mlp_width * size
     chosen = count * model.active_experts
     router = count * model.experts * _STATISTIC
-    # What each token's experts read and give out is put in order and back: a copy of either.
+    # Each token's expert inputs and outputs are reordered: a copy of each.
     return chosen * (copies * model.mlp_width + 2 * model.width) * size + router
 
 
 def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
-    """What stays of a layer, as recomputation has it."""
+    """What recomputation keeps of a layer."""
     if recipe.recompute == "full":
         sharded = parallel.tensor if parallel.sequence else 1
         return Layer(norms=tokens(recipe, parallel) * model.width * _of_residual(recipe) / sharded)
@@ -107,8 +107,8 @@ def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fram
 
 
 def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer:
-    """Of every second product its result (queries, values, gate, and what the MLP gives out), what attention
-    gives out, and the layer's input."""
+    """The results of every second product (queries, values, gate, the MLP's output), attention's output, and
+    the layer's input."""
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = tensor if parallel.sequence else 1
     query, key = model.q_width, model.kv_width
@@ -121,7 +121,7 @@ def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer
 
 
 def layers_in_flight(layers: int, parallel: Parallel, recipe: Recipe, stage: int) -> float:
-    """Layers times micro-batches of which activations are kept at a time on a stage of so many layers."""
+    """Layers times micro-batches whose activations a stage of this many layers keeps at a time."""
     pipeline, count = parallel.pipeline, recipe.accumulation
     if pipeline == 1:
         return float(layers)
@@ -130,6 +130,6 @@ def layers_in_flight(layers: int, parallel: Parallel, recipe: Recipe, stage: int
     if parallel.interleave == 1:
         return float(layers * min(pipeline - stage, count))
     chunks = parallel.interleave
-    # Warm-up of the interleaved schedule: 2 (p - stage - 1) + (v - 1) p chunks, and the one that runs.
+    # Warm-up of the interleaved schedule, 2 (p - stage - 1) + (v - 1) p chunks, and the one that runs.
     most = 2 * (pipeline - stage - 1) + (chunks - 1) * pipeline + 1
     return layers / chunks * min(most, count * chunks)

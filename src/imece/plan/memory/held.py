@@ -1,7 +1,7 @@
-"""Which parameters a rank has of a pipeline stage, and how they lie in buckets.
+"""Which parameters of a pipeline stage a rank has, and how they lie in buckets.
 
-Without tensor and pipeline parallelism, as our engine has it, buckets come from layout.py: what is predicted
-is what is laid. Otherwise they are sums.
+Without tensor and pipeline parallelism buckets come from layout.py, as in the engine: the prediction uses the
+real layout. Otherwise they are sums.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe, Setup
 
 _ALIGN_BYTES, _ITEM_ALIGN_BYTES = 128, 32  # of a shard and in it, as data_parallel/sharding/parts.py has it
-_MOST_LAID = 4000  # items; laying more takes long, and what they are padded with is nothing
+_MOST_LAID = 4000  # items: with more, a layout takes long, and its padding is negligible
 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements on one tensor-parallel rank of one stage, as if nothing were sharded by data parallelism."""
+    """Elements on one tensor-parallel rank of one stage, before data parallelism shards anything."""
 
     layers: int
-    layer: float  # of one layer, but its experts
-    experts: float  # of one layer, this rank's
+    layer: float  # of one layer without experts
+    experts: float  # of one layer, on this rank
     tables: float  # embedding and head
     rest: float  # the last norm, positions
-    products: float  # of one layer: in matrices, experts included
+    products: float  # of one layer: in matrices, including experts
 
     @property
     def dense(self) -> float:
@@ -45,18 +45,19 @@ class Held:
 
 
 def stage_layers(model: Model, pipeline: int, stage: int, framework: Framework, chunks: int = 1) -> int:
-    """Layers of a stage; of "even" ones that of the largest."""
+    """Layers of a stage; if stages are "even", those of the largest."""
     if pipeline == 1:
         return model.layers
     if framework.stages == "even":
         return math.ceil(model.layers / (pipeline * chunks)) * chunks
-    share = (model.layers + model.table_parameters / _products(model)) / pipeline  # in layers
+    share = (model.layers + model.table_parameters / _products(model)) / pipeline  # in units of layers
     before, after = math.ceil(stage * share - 1e-9), math.ceil((stage + 1) * share - 1e-9)
     return min(after, model.layers) - min(before, model.layers)
 
 
 def held(model: Model, parallel: Parallel, stage: int, framework: Framework) -> Held:
-    """Of `stage`. The embedding is on the first, a head of its own on the last, even where they are tied."""
+    """What `stage` holds. The embedding is on the first stage and a separate head on the last, even if they
+    are tied."""
     return _held(
         model, parallel.tensor, parallel.pipeline, parallel.expert, parallel.interleave, stage, framework
     )
@@ -90,7 +91,7 @@ def _held(
 
 
 def adapter_parameters(model: Model, rank: int) -> int:
-    """Of low-rank adapters on every matrix of a layer."""
+    """Parameters of low-rank adapters on every matrix of a layer."""
     query, key = model.q_width, model.kv_width
     sides = 2 * (model.width + query) + 2 * (model.width + key)
     mlp = (3 if model.gated else 2) * (model.width + model.mlp_width)
@@ -98,7 +99,7 @@ def adapter_parameters(model: Model, rank: int) -> int:
 
 
 def trained_elements(setup: Setup, stage: int, framework: Framework) -> float:
-    """Of those on one rank of `stage`, as if nothing were sharded by data parallelism."""
+    """Trained elements on one rank of `stage`, before data parallelism shards anything."""
     part, recipe = held(setup.model, setup.parallel, stage, framework), setup.recipe
     if recipe.adapters == "none":
         return part.total
@@ -106,11 +107,11 @@ def trained_elements(setup: Setup, stage: int, framework: Framework) -> float:
 
 
 def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framework: Framework) -> Sizes:
-    """Of the dense parameters, as the strategy deals them to `parallel.shard` ranks; its buckets have
-    experts in them, too."""
+    """Sizes of the dense parameters, sharded by the strategy over `parallel.shard` ranks; its buckets contain
+    experts too."""
     divides = DIVIDED[parallel.strategy]
     by_unit = divides.parameters and framework.gathers
-    itemsize = recipe.precision.masters or recipe.precision.parameters  # in which a bucket's cap counts
+    itemsize = recipe.precision.masters or recipe.precision.parameters  # by which a bucket's cap counts
     if parallel.tensor == parallel.pipeline == 1 and not model.experts and model.layers * 9 < _MOST_LAID:
         return _laid(
             model, parallel.strategy, parallel.shard, recipe.bucket_bytes, itemsize, by_unit,
@@ -131,7 +132,8 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
 
 
 def expert_sizes(parallel: Parallel, part: Held, framework: Framework) -> Sizes:
-    """Of the experts, which fewer ranks share where they are dealt; those of a layer are a unit with it."""
+    """Sizes of the experts, which fewer ranks share if they are distributed; a layer's experts are one unit
+    with it."""
     whole, shard = part.all_experts, max(1, parallel.shard // parallel.expert)
     if not (DIVIDED[parallel.strategy].parameters and framework.gathers):
         return Sizes(whole, whole / shard)
@@ -141,7 +143,7 @@ def expert_sizes(parallel: Parallel, part: Held, framework: Framework) -> Sizes:
 
 
 def _largest(model: Model, part: Held) -> int:
-    """Elements of the largest tensor, which no bucket is smaller than."""
+    """Elements of the largest tensor: no bucket is smaller."""
     layer = model.width * max(model.mlp_width, model.q_width)
     return max(layer, model.table_parameters if part.tables else 0)
 
@@ -158,7 +160,7 @@ def _laid(
     grown_units: int,
     table_units: bool,
 ) -> Sizes:
-    """From layout.py, with the arguments that data_parallel/sharding/trained.py gives it."""
+    """Sizes from layout.py, with the arguments that data_parallel/sharding/trained.py uses."""
     divides = DIVIDED[strategy]
     shards = shards if divides.optimizer else 1
     laid = layout.build(
@@ -176,14 +178,14 @@ def _laid(
         units = sorted((bucket.numel for bucket in laid.buckets if bucket.group), reverse=True)
         filling = root + min(grown_units, len(units)) * units[0]
         gathered = root + sum(units[:units_at_once])
-    elif divides.gradients:  # each has memory for the largest, which they hand on: data_parallel/shard.py
+    elif divides.gradients:  # each has memory for the largest, passed on: data_parallel/shard.py
         filling = min(grown_units, len(laid.buckets)) * max(bucket.numel for bucket in laid.buckets)
     return Sizes(whole, whole / shards, filling, gathered)
 
 
 def items(model: Model, itemsize: int, by_unit: bool, table_units: bool = False) -> list[layout.Item]:
-    """The tensors of a model in the order of its modules; group: the layer, from 1 on, then tables that are
-    units; or all of them 0."""
+    """The model's tensors in module order. group: the layer, from 1 on, then tables that are units; or 0 for
+    all."""
     apart = by_unit and table_units and not model.tied_head
     embed, head = (model.layers + 1, model.layers + 2) if apart else (0, 0)
     found: list[tuple[str, tuple[int, ...], int]] = [("embed.weight", (model.vocab_size, model.width), embed)]
@@ -228,7 +230,7 @@ def _norm_names(model: Model) -> list[str]:
 
 
 def _vectors(model: Model) -> int:
-    """Of one layer: norms, and biases of what is added to the residual; no rank has a part of them."""
+    """Elements of one layer's norms and residual biases, which every rank has whole."""
     if model.vectors is not None:
         return model.vectors
     norms = model.norms * model.norm_parameters
@@ -236,7 +238,7 @@ def _vectors(model: Model) -> int:
 
 
 def _expert(model: Model) -> int:
-    """One expert; 0 without any."""
+    """Elements of one expert; 0 without experts."""
     if not model.experts:
         return 0
     biases = (2 if model.gated else 1) * model.mlp_width + model.width if model.biases else 0

@@ -1,4 +1,4 @@
-"""Bytes that one rank needs, by category: of the pipeline stage that needs most."""
+"""Bytes that one rank needs, by category, on the pipeline stage that needs most."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held,
 from imece.plan.memory.waiting import waiting_bytes
 from imece.plan.setup import Recipe, Setup
 
-_BLOCK = 256  # elements of an 8-bit moment that share a scale in fp32 (bitsandbytes)
-_EIGHT_BIT = 1 + 4 / _BLOCK  # bytes of an element
-_CODE = 0.5  # bytes of an element in 4 bits
-_SCALES = 1 / 64 + 4 / (64 * 256)  # NF4: 64 elements share one of 8 bits, 256 of those one in fp32
-_WORTH_A_NOTE = 0.01  # of what lasts
+_BLOCK = 256  # elements of an 8-bit moment that share an fp32 scale (bitsandbytes)
+_EIGHT_BIT = 1 + 4 / _BLOCK  # bytes per element
+_CODE = 0.5  # bytes per element in 4 bits
+_SCALES = 1 / 64 + 4 / (64 * 256)  # NF4: 64 elements share an 8-bit scale, 256 scales share one in fp32
+_WORTH_A_NOTE = 0.01  # of the bytes that last
 FOUR_BIT = _CODE + _SCALES
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank on its device, without the device's context, which is the hardware's."""
+    """Bytes of one rank on its device, without the device's context, which belongs to the hardware."""
 
     parameters: int
     gradients: int
     optimizer: int
     masters: int
     gathered: int  # units of parameters
-    communication: int  # buckets on their way, and what tensor, context and pipeline parallelism receive into
+    communication: int  # buckets under way, and receive buffers of tensor, context and pipeline parallelism
     activations: int
     logits: int
-    overhead: int  # of libraries, and what the allocator has reserved without use
+    overhead: int  # of libraries, and what the allocator reserves beyond use
     notes: tuple[str, ...] = ()
-    host: int = 0  # what is offloaded, in the host's memory
-    late: int = 0  # of the gradients, what comes when as much of activations and logits has gone
+    host: int = 0  # what is offloaded to the host
+    late: int = 0  # part of the gradients, allocated while equally many activations and logits are freed
 
     @property
     def states(self) -> int:
-        """When a backward is over."""
+        """Bytes after a backward."""
         return (
             self.parameters + self.gradients + self.optimizer + self.masters + self.gathered
             + self.communication
@@ -46,11 +46,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """At most."""
+        """The peak."""
         return self.states - self.late + self.activations + self.logits + self.overhead
 
     def by_category(self) -> dict[str, int]:
-        """Name -> bytes of the total, in the order of a bar; what is nothing is in it too."""
+        """Name -> bytes of the total, in the order of a bar, including categories with 0 bytes."""
         return {
             "parameters": self.parameters, "gradients": self.gradients - self.late,
             "optimizer": self.optimizer, "masters": self.masters, "gathered": self.gathered,
@@ -64,15 +64,15 @@ class _States:
     """What lasts from step to step, and buckets."""
 
     all: Footprint
-    gathered: float  # of its communication: units
-    masters: float  # of its optimizer
-    sums: float = 0.0  # of its gradients: what the optimizer reads, beside buckets
+    gathered: float  # part of communication: units
+    masters: float  # part of the optimizer
+    sums: float = 0.0  # part of gradients: what the optimizer reads, besides buckets
 
 
 def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE) -> Memory:
-    """Of a rank of pipeline stage `stage`; None: of the first or the last, whichever needs more.
+    """The memory of a rank of pipeline stage `stage`; None: the first or the last, whichever needs more.
 
-    Bytes of an element are the recipe's; `framework` says what else is kept.
+    Bytes per element are the recipe's; `framework` says what else is kept.
     """
     setup = replace(setup, model=setup.model.with_copies(setup.parallel.tensor))
     if stage is not None or setup.parallel.pipeline == 1:
@@ -82,7 +82,7 @@ def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE)
 
 
 def more_with_torchs_loss(setup: Setup, framework: Framework = IMECE) -> int:
-    """Bytes that a rank needs besides `memory` where the loss is F.cross_entropy of fp32 logits."""
+    """Bytes beyond `memory` that a rank needs if the loss is F.cross_entropy of fp32 logits."""
     logits = _logits(setup)
     return round(logits * TORCH_LOSS_BYTES - framework.of_logits(logits, setup.recipe.precision))
 
@@ -131,14 +131,14 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
 
 
 def _sums_come_last(setup: Setup) -> bool:
-    """Whether none are there before the last micro-batch's backward."""
+    """Whether sums of gradients appear only in the last micro-batch's backward."""
     recipe = setup.recipe
     in_each = DIVIDED[setup.parallel.strategy].gradients and not recipe.accumulates_whole
     return recipe.accumulation == 1 or not in_each
 
 
 def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Framework) -> _States:
-    """Of `whole` elements of `part` that are trained."""
+    """The states of `whole` trained elements of `part`."""
     recipe, divides = setup.recipe, DIVIDED[setup.parallel.strategy]
     precision = recipe.precision
     owned = min(dealt.shard, whole) if divides.optimizer else whole
@@ -166,21 +166,21 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
 
 
 def _moment_bytes(recipe: Recipe, part: Held) -> float:
-    """Of the optimizer's state for one element, in the mean."""
+    """Bytes of optimizer state per element, on average."""
     match recipe.optimizer:
         case "adamw":
             return 2.0 * recipe.precision.moments
         case "adamw-8bit":
             return 2 * _EIGHT_BIT
-        case "muon":  # one of matrices; tables and vectors are AdamW's
+        case "muon":  # one moment for matrices; tables and vectors are AdamW's
             return (2 - part.layers * part.products / part.total) * recipe.precision.moments
         case "sgd":
             return float(recipe.precision.moments)
 
 
 def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
-    """The frozen model, and adapters that are trained. Where parameters are divided both are; but the scales
-    of matrices in 4 bits are whole on each rank."""
+    """The states of a frozen model and its trained adapters. Both are sharded where parameters are, except
+    the scales of 4-bit matrices, which are whole on each rank."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     divides, size = DIVIDED[parallel.strategy], recipe.precision.parameters
     scales, in_codes = scale_bytes(setup, part), part.products * (recipe.adapters == "qlora")
@@ -194,7 +194,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
             gathered = (part.tables + part.rest + units * layer) * size + units * in_codes * _CODE
         plain /= parallel.shard
     hosted = plain if divides.parameters and recipe.offload == "parameters" else 0.0
-    if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is multiplied with
+    if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is used
         gathered += size * model.width * max(model.mlp_width, model.q_width) / parallel.tensor
     base = Footprint(round(scales + plain - hosted), 0, 0, round(gathered), round(hosted))
     filling = 0.0
@@ -207,7 +207,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
 
 
 def scale_bytes(setup: Setup, part: Held) -> float:
-    """Of the matrices that are kept in 4 bits what is whole on each rank."""
+    """Bytes of 4-bit matrices that are whole on each rank."""
     return part.layers * part.products * _SCALES if setup.recipe.adapters == "qlora" else 0.0
 
 
@@ -221,14 +221,14 @@ def _sum(one: _States, other: _States) -> _States:
 
 
 def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:
-    """Of the copies that autocast makes of matrices, the head among them."""
+    """Bytes of autocast's copies of matrices, including the head."""
     head = setup.model.table_parameters / setup.model.table_parts(setup.parallel.tensor)
     last = stage == setup.parallel.pipeline - 1
     return setup.recipe.precision.activations * (part.layers * part.products + head * last)
 
 
 def _buffers(setup: Setup) -> float:
-    """What is received into: a gathered hidden state, a neighbour's keys and values, a stage's input."""
+    """Bytes of receive buffers: a gathered hidden state, a neighbour's keys and values, a stage's input."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     hidden = tokens(recipe, parallel) * recipe.precision.activations
     total = 0.0
@@ -242,11 +242,11 @@ def _buffers(setup: Setup) -> float:
 
 
 def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> tuple[float, float]:
-    """(of layers and the last norm, of logits)"""
+    """(bytes of layers and the last norm, bytes of logits)."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     kept = kept_layer(model, parallel, recipe, framework).total
     activations = kept * layers_in_flight(part.layers, parallel, recipe, stage)
-    if recipe.recompute != "none":  # one layer is computed again and is whole while its backward runs
+    if recipe.recompute != "none":  # one layer is recomputed, and whole while its backward runs
         activations += whole_layer(model, parallel, recipe, framework).total - kept
     if stage < parallel.pipeline - 1:
         return activations, 0.0
@@ -257,7 +257,7 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
 
 
 def _logits(setup: Setup) -> float:
-    """On a rank of the last stage."""
+    """Bytes of logits on a rank of the last stage."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     at_once = recipe.accumulation if parallel.schedule == "gpipe" and parallel.pipeline > 1 else 1
     return at_once * tokens(recipe, parallel) * model.vocab_size / model.table_parts(parallel.tensor)

@@ -1,10 +1,10 @@
-"""Memory that the network has not let go yet.
+"""Memory that the network has not freed yet.
 
-Where collectives run on a stream of their own, what they have read may be used again only when the device has
-got there, and the CPU, which asks for memory, is ahead of it: by as many launches as fit into the device's
-queue, about a thousand. In tensor parallelism that is one hidden state for each product that is split by rows
-in forward, and for each one split by columns in backward; not divided by the ranks. A pipeline's receives let
-the CPU wait, so there it is the warm-up alone.
+If collectives run on their own stream, the memory that they read may be reused only when the device has
+finished them. The CPU, which allocates memory, is ahead of the device by as many launches as fit into its
+queue, about a thousand. In tensor parallelism one hidden state, not divided by the ranks, waits for each
+product that is split by rows in forward and for each one split by columns in backward. A pipeline's receives
+make the CPU wait, so there only the warm-up counts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from imece.plan.memory.frameworks import Framework
 from imece.plan.memory.held import Held
 from imece.plan.setup import Setup
 
-_KEPT_UP = 1e12  # FLOP of a layer's forward on one rank that a CPU keeps up with: about 2 ms of an H100
-_FEW = 4  # hidden states: where the CPU is not ahead
-_MOST_TENSOR = 16  # ranks; of more, over several hosts, none were seen to wait in pipelines (ultrascale)
+_KEPT_UP = 1e12  # FLOP of a layer's forward on one rank with which a CPU keeps up: about 2 ms of an H100
+_FEW = 4  # hidden states that wait if the CPU is not ahead
+_MOST_TENSOR = 16  # ranks: with more, over several hosts, no waiting was seen in pipelines (ultrascale)
 
 
 def waiting_bytes(setup: Setup, stage: int, part: Held, framework: Framework) -> float:
-    """Of hidden states that wait, on one rank; 0 for frameworks that have none."""
+    """Bytes of waiting hidden states on one rank; 0 for frameworks without them."""
     parallel, recipe = setup.parallel, setup.recipe
     if not framework.waiting or parallel.tensor == 1:
         return 0.0

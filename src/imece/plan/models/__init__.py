@@ -1,1 +1,1 @@
-"""The model that is planned for: its widths, and where they come from."""
+"""The model to plan for: its widths, read from a name, a config file or code."""

@@ -1,4 +1,5 @@
-"""A model to plan for, by what a person writes: a preset, a size, a config.json, or code that makes it."""
+"""Finds a model to plan for by what a person writes: a preset, a size, a config.json, or code that makes
+it."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from imece.plan.models.model import Model, from_shape
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
 _OF_META = re.compile(r"(?:meta-llama/)?(?:meta-)?(llama-.+?)(?:-(?:instruct|chat|hf))*")
-_LLAMA_3 = re.compile(r"llama-3(?:\.[13])?-(?=(?:8|70|405)b$)")  # of one shape, which 3.2's are not
+_LLAMA_3 = re.compile(r"llama-3(?:\.[13])?-(?=(?:8|70|405)b$)")  # all of the same shapes, unlike 3.2
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _LEAST, _MOST = 1e6, 20e12  # parameters
-_NEAR = 0.06  # a size means a published model that is no further off
-_ASPECT = 100  # width over layers: of published models 60 to 130
+_NEAR = 0.06  # a size means a published model if it is no further off
+_ASPECT = 100  # width over layers: 60 to 130 in published models
 
 
 def _llama(
@@ -42,8 +43,8 @@ def _gpt(name: str, layers: int, width: int, heads: int) -> Model:
     )  # fmt: skip
 
 
-# Published shapes that a size may mean: the Llama papers (2302.13971, 2307.09288, 2407.21783), GPT-3 and the
-# larger ones of Narayanan et al. 2021, table 1.
+# Published shapes that a size may mean, from the Llama papers (2302.13971, 2307.09288, 2407.21783), GPT-3 and
+# the larger ones of Narayanan et al. 2021, table 1.
 _PUBLISHED = (
     _llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, 128256, tied=True),
     _llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, 128256, tied=True),
@@ -63,10 +64,10 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 
 
 def find_model(text: str) -> Model:
-    """A preset ("llama-8b"; as Meta has it, "meta-llama/Llama-3.1-8B-Instruct"), a size ("7B"), a config.json
-    or its folder, or "file.py:function".
+    """A preset ("llama-8b", also under Meta's name "meta-llama/Llama-3.1-8B-Instruct"), a size ("7B"), a
+    config.json or its folder, or "file.py:function".
 
-    UserError for what is none of these, with the nearest names, and for a file that cannot be used.
+    UserError, with the nearest names, for anything else, and for a file that cannot be used.
     """
     file, colon, function = text.rpartition(":")
     if colon and file.endswith(".py"):
@@ -92,7 +93,8 @@ def find_model(text: str) -> Model:
 
 
 def of_size(parameters: float, name: str) -> Model:
-    """The published model of about so many parameters, or a shape like theirs. UserError beyond 1M to 20T."""
+    """The published model with about this many parameters, or a shape like theirs. UserError outside 1M to
+    20T."""
     if not _LEAST <= parameters <= _MOST:
         raise UserError(f"a model of {name} parameters: from 1M to 20T can be planned for")
     of_its_size = [each for each in MODELS.values() if each.name.endswith(f"-{name.lower()}")]
@@ -105,9 +107,10 @@ def _apart(model: Model, parameters: float) -> float:
 
 
 def _like(parameters: float, name: str) -> Model:
-    """Heads of 128 (64 below 1B), an MLP of 8/3 of the width, 8 heads of keys and values from 8B on.
+    """A shape with heads of 128 (64 below 1B), an MLP of 8/3 of the width, and 8 heads of keys and values
+    from 8B on.
 
-    Heads in eights (twos below 1B), so that they can be divided among ranks.
+    The number of heads is a multiple of eight (of two below 1B), so that ranks can divide them.
     """
     head, step = (128, 8) if parameters >= 1e9 else (64, 2)
     vocabulary = 128256 if parameters >= 8e9 else 32000
@@ -123,7 +126,7 @@ def _like(parameters: float, name: str) -> Model:
                 name, layers, width, heads, kv_heads, head, mlp_width, gated=True, vocab_size=vocabulary,
                 tied_head=tied,
             )  # fmt: skip
-            # Of those that are as large as was asked for, the one in the usual proportions.
+            # Of the shapes of the right size, the one with the most usual proportions.
             off = _apart(model, parameters) + 0.1 * abs(math.log(width / layers / _ASPECT))
             if best is None or off < best[0]:
                 best = off, model

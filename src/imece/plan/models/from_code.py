@@ -1,8 +1,8 @@
-"""The shape of a model that a person's own code makes, on torch's meta device: no memory is taken.
+"""The shape of a model made by a user's own code, on torch's meta device, so that it takes no memory.
 
-A model of transformers brings its config along. Of others the widths are read off the tensors: the embedding
-with most rows, the largest list of modules of one class, and in the first of these the matrices. What was
-read is compared with what the model has.
+A transformers model brings its config. For others the widths are read off the tensors: the embedding with
+most rows, the largest list of modules of one class, and the matrices in its first module. The result is
+compared with the model's real number of parameters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _HEAD_WIDTHS = ("head_width", "head_dim")
 
 
 def read_code(path: Path, function: str) -> Model:
-    """What `function` of the file at `path` returns, called without arguments.
+    """The model that `function` in the file at `path` returns, called without arguments.
 
-    UserError: there is no such file or function, it fails, or what it returns is no decoder-only transformer.
+    UserError if there is no such file or function, it fails, or its result is no decoder-only transformer.
     """
     import torch
     from torch import nn
@@ -37,7 +37,7 @@ def read_code(path: Path, function: str) -> Model:
     try:
         with torch.device("meta"):
             module = made()
-    except (Exception, SystemExit) as error:  # of the person's own code, whatever it is
+    except (Exception, SystemExit) as error:  # any error of the user's code
         raise UserError(f"{path}:{function} failed on the meta device: {error!r}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"{path}:{function} returned a {type(module).__name__}, not a torch.nn.Module")
@@ -49,7 +49,7 @@ def read_code(path: Path, function: str) -> Model:
 
 
 def of_module(module: nn.Module, name: str) -> Model:
-    """ValueError, with what is missing, for a module that is no decoder-only transformer."""
+    """The shape of a module. ValueError, with what is missing, if it is no decoder-only transformer."""
     from torch import nn
 
     from imece.models.transformer import Transformer
@@ -58,7 +58,7 @@ def of_module(module: nn.Module, name: str) -> Model:
     if isinstance(module, Transformer) and (own := from_shape(name, module.config)).parameters == has:
         return own
     if (told := _as_its_config_says(module, name)) is not None and (
-        told.name != name or _is_close(told.parameters, has)  # its vision or its ears are left out
+        told.name != name or _is_close(told.parameters, has)  # its encoders of images or sound are left out
     ):
         return told
     tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
@@ -73,7 +73,7 @@ def of_module(module: nn.Module, name: str) -> Model:
     if not out:
         raise ValueError(f"its first block has no matrix of {width} rows")
     mlp_width = max(out)
-    inner = min(out)  # of attention; the block's square matrices count as rows too, its output among them
+    inner = min(out)  # of attention; all square matrices of a block count as rows, so its output does too
     rows -= width if inner == width else 0
     gated = rows - inner >= 2 * mlp_width
     kv_width = (rows - inner - (2 if gated else 1) * mlp_width) // 2
@@ -107,8 +107,8 @@ def of_module(module: nn.Module, name: str) -> Model:
 
 
 def _as_its_config_says(module: nn.Module, name: str) -> Model | None:
-    """None if it has no config of transformers, or one of a kind that only its tensors tell of. ValueError:
-    what it says cannot be planned for."""
+    """The shape by its config; None without a transformers config, or if only the tensors can tell.
+    ValueError if the config describes a model that cannot be planned."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     content = to_dict() if callable(to_dict) else None
     if not isinstance(content, dict) or (not is_known(content) and unplanned(content) is None):
@@ -129,7 +129,7 @@ def _function(path: Path, function: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # dataclasses look their module up
+    sys.modules[spec.name] = loaded  # dataclasses look up their module there
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(loaded)
@@ -160,7 +160,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _head_width(block: nn.Module, inner: int) -> int:
-    """As an attribute of it, of a part of it or of its config says; else 64. inner: channels of all heads."""
+    """By an attribute of the block, a part of it or its config; else 64. inner: channels of all heads."""
     for part in block.modules():
         for holder in (part, getattr(part, "config", None)):
             for name in (*_HEAD_WIDTHS, *_HEADS):

@@ -1,6 +1,6 @@
-"""The shape of a model from Hugging Face's config.json; no weights are read, and nothing of it is run.
+"""The shape of a model from Hugging Face's config.json; reads no weights and runs none of the model's code.
 
-It has exactly the parameters that transformers gives a model of that file; of what that cannot be said is
+The shape has exactly the parameters of transformers' model for that file; models for which it cannot are
 refused.
 """
 
@@ -19,13 +19,13 @@ from imece.plan.models.model import Model, Norm
 CONFIG = "config.json"
 _WINDOW = "sliding_window"
 _POSITIONS = "max_position_embeddings"
-_MOST = 10**12  # of layers, channels, heads ...
-_Switch = bool | str  # a str: the field that says whether
+_MOST = 10**12  # of layers, channels, heads and so on
+_Switch = bool | str  # a str: the field that decides
 
 
 @dataclass(frozen=True)
 class _Family:
-    """How the models of a `model_type` differ from Llama."""
+    """How models of one `model_type` differ from Llama."""
 
     layers: str = "num_hidden_layers"
     width: str = "hidden_size"
@@ -33,28 +33,28 @@ class _Family:
     mlp_width: str = "intermediate_size"
     gated: bool = True
     norm: Norm = "rms"
-    norm_vectors: int = 1  # of the residual's width, in each norm: a weight; 2: a bias too; 0: neither
-    norms: int = 2  # in a layer
-    one_norm: _Switch = False  # in a layer: attention and MLP read the same
-    head_norms: _Switch = False  # of queries and of keys, one for all heads
-    own_head_norms: _Switch = False  # likewise, with numbers of their own for each head
-    query_biases: _Switch = False  # of queries, keys and values
-    out_biases: _Switch = False  # of what attention gives out
+    norm_vectors: int = 1  # of the residual's width, in each norm. 1: weight; 2: bias, too; 0: neither
+    norms: int = 2  # per layer
+    one_norm: _Switch = False  # per layer: attention and MLP read the same norm
+    head_norms: _Switch = False  # norms of queries and of keys, shared by all heads
+    own_head_norms: _Switch = False  # the same, with separate numbers for each head
+    query_biases: _Switch = False  # biases of queries, keys and values
+    out_biases: _Switch = False  # bias of attention's output
     mlp_biases: _Switch = False
     head_biases: bool = False
     table_norm: bool = False  # after the embedding
-    tied: bool = False  # where the file does not say
+    tied: bool = False  # if the file does not say
     positions: str = ""  # the field with the rows of learned positions
-    unused_positions: int = 0  # rows of them that no token has
-    experts: str = ""  # the field with their number
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that are left out, as transformers'
-    ours: bool = False  # whether models/hugging_face_config.py reads them, if they are plain
-    full_every: int = 0  # layers of which the last has no window, where the file does not say; 0: all have it
+    unused_positions: int = 0  # rows of that table that no token uses
+    experts: str = ""  # the field with the number of experts
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of absent fields, as in transformers
+    ours: bool = False  # whether models/hugging_face_config.py reads such models, if they are plain
+    full_every: int = 0  # of so many layers the last has no window, if the file does not say; 0: all have it
     translated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # into the fields named above
 
 
 def _one(content: Mapping[str, Any], *names: str) -> Any:
-    """Of names for the same, the first that is there."""
+    """The first present one of several names for the same field."""
     return next((content[name] for name in names if content.get(name) is not None), None)
 
 
@@ -217,7 +217,7 @@ _FAMILIES = {
     "olmoe": _Family(**_ATTENTION_BIASES, own_head_norms=True, experts="num_experts", translated=_experts),
 }  # fmt: skip
 _MIXTURES = [kind for kind, family in _FAMILIES.items() if family.experts]
-_ASKED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")  # use their window only where use_sliding_window says so
+_ASKED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")  # have a window only if use_sliding_window
 _ENCODERS = (
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
     "modernbert", "mpnet", "roberta", "xlm-roberta",
@@ -227,7 +227,7 @@ _OTHER_HEAD = re.compile(r".*For(Sequence|Token|Image)\w*|.*For\w*(Classificatio
 
 
 def read_config(path: Path) -> Model:
-    """From the file. UserError: it cannot be read, is of another kind of model, or misses fields."""
+    """The model in the file. UserError if it cannot be read, is another kind of model, or lacks fields."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -240,9 +240,9 @@ def read_config(path: Path) -> Model:
 
 
 def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
-    """From what such a file holds. UserError as for `read_config`, which begins with `where`.
+    """The model in such a file's content. UserError as from `read_config`, beginning with `where`.
 
-    Of a model that sees or hears too, what is planned for is its decoder of text, and the name says so.
+    For a model that also sees or hears, plans for its text decoder and says so in the name.
     """
     if left_out := [
         sense for sense in ("vision", "audio") if isinstance(content.get(f"{sense}_config"), dict)
@@ -311,7 +311,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
 
 @dataclass(frozen=True)
 class _Asks:
-    """Whether a model has what its family has, or has where the file says so. UserError as `_either`."""
+    """Reads features that the family has, or has if the file says so. UserError as from `_either`."""
 
     content: Mapping[str, Any]
     where: str
@@ -321,7 +321,7 @@ class _Asks:
 
 
 def _vectors(model: Model, family: _Family, asks: _Asks) -> int:
-    """Numbers of a layer's norms and biases."""
+    """Elements of a layer's norms and biases."""
     query, key = model.q_width, model.kv_width
     found = model.norms * family.norm_vectors * model.width
     found += 2 * model.head_width if asks(family.head_norms) else 0
@@ -334,19 +334,19 @@ def _vectors(model: Model, family: _Family, asks: _Asks) -> int:
 
 
 def _others(model: Model, family: _Family) -> int:
-    """Numbers outside of the layers, but for tables and the positions that tokens have."""
+    """Elements outside the layers, without tables and the positions that tokens use."""
     norms = 2 if family.table_norm else 1
     found = (norms * family.norm_vectors + family.unused_positions) * model.width
     return found + (model.vocab_size if family.head_biases else 0)
 
 
 def is_known(content: Mapping[str, Any]) -> bool:
-    """Whether it is of a kind that can be read, or has a decoder of text that may be."""
+    """Whether it is of a known kind, or has a text decoder that is."""
     return content.get("model_type") in _FAMILIES or isinstance(content.get("text_config"), dict)
 
 
 def unplanned(content: Mapping[str, Any]) -> str | None:
-    """What a model is, if it is no decoder of text made of equal layers with attention."""
+    """What the model is, if it is no text decoder of equal layers with attention; else None."""
     kind = str(content.get("model_type"))
     built = content.get("architectures")
     if content.get("is_encoder_decoder") or content.get("add_cross_attention"):
@@ -369,26 +369,26 @@ def unplanned(content: Mapping[str, Any]) -> str | None:
 
 
 def _is_plain(content: Mapping[str, Any]) -> bool:
-    """Whether its activation and its rotary positions are of the kinds that models/transformer.py has."""
+    """Whether its activation and rotary positions are among those of models/transformer.py."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else None
     return kind in ("default", "llama3") and content.get("hidden_act", "silu") == "silu"
 
 
 def _windowed(content: Mapping[str, Any], family: _Family, layers: int, where: str) -> float:
-    """The part of the layers that have the sliding window which the file tells of."""
+    """The part of the layers that have the file's sliding window."""
     types = content.get("layer_types")
     if isinstance(types, list) and types:
         return types.count("sliding_attention") / len(types)
     if content["model_type"] not in _ASKED:
         every = _whole(content, "sliding_window_pattern", where, family.full_every)
         return (layers - layers // every) / layers if every else 1.0
-    first = _whole(content, "max_window_layers", where, 28)  # layers that have none
+    first = _whole(content, "max_window_layers", where, 28)  # layers without one
     return max(0, layers - first) / layers if _either(content, "use_sliding_window", where, False) else 0.0
 
 
 def _whole(content: Mapping[str, Any], key: str, where: str, usual: int = 0) -> int:
-    """The number that the file has there; `usual` where it has none, or null. UserError."""
+    """The file's whole number; `usual` if absent or null. UserError."""
     value = usual if content.get(key) is None else content[key]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
         raise UserError(f"{where}: {key} is {value!r}, not a whole number below {_MOST:.0e}")
@@ -396,7 +396,7 @@ def _whole(content: Mapping[str, Any], key: str, where: str, usual: int = 0) -> 
 
 
 def _either(content: Mapping[str, Any], key: str, where: str, usual: bool) -> bool:
-    """Likewise, of true and false."""
+    """The same for true and false."""
     value = usual if content.get(key) is None else content[key]
     if not isinstance(value, bool):
         raise UserError(f"{where}: {key} is {value!r}, not true or false")

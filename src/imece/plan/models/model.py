@@ -1,7 +1,7 @@
-"""A model as the planner sees it: its widths, and from them parameters, FLOPs and nothing else.
+"""A model as the planner sees it: its widths, from which parameters and FLOPs follow.
 
-Wider than models/shape.py, which is what we build ourselves: published runs have learned positions, biases,
-LayerNorm, ungated MLPs and experts.
+It covers more than models/shape.py, which has what imece builds: published runs also have learned positions,
+biases, LayerNorm, ungated MLPs and experts.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ Norm = Literal["rms", "layer"]
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer. ValueError, with names and values, for one that cannot be."""
+    """A decoder-only transformer. ValueError, with names and values, for an impossible one."""
 
     name: str
     layers: int
-    width: int  # of the residual
+    width: int  # of the residual stream
     heads: int
-    kv_heads: int  # equal to `heads` for plain multi-head attention
+    kv_heads: int  # equal to `heads` in plain multi-head attention
     head_width: int
     mlp_width: int
-    gated: bool  # SwiGLU and the like: three matrices in the MLP; else two
+    gated: bool  # SwiGLU and the like: three matrices in the MLP instead of two
     vocab_size: int
     tied_head: bool = True
     learned_positions: int = 0  # rows of a table of positions; 0: rotary or none
-    biases: bool = False  # in every matrix, and in LayerNorm
+    biases: bool = False  # in every matrix and LayerNorm
     norm: Norm = "rms"
-    experts: int = 0  # in every layer, each an MLP; 0: one MLP, no router
-    active_experts: int = 0  # that one token goes through
-    window: int = 0  # tokens that one attends to in layers with a sliding window; 0: there are none
-    windowed: float = 0.0  # part of the layers that have one
-    norms: int = 2  # in a layer, of the residual's width
-    head_norms: bool = False  # whether queries and keys have norms, too
-    vectors: int | None = None  # numbers of a layer's norms and biases; None: as `norm` and `biases` say
-    others: int | None = None  # likewise of all outside of the layers, but for tables and positions
-    max_seq: int = 0  # tokens that a sequence may have where positions are not learned; 0: nobody says
-    made_for: int = 0  # tokens that its file names where scaled rotary ones may allow more; 0: nobody says
-    ours: bool = True  # whether models/transformer.py builds it, which is what imece divides and cuts
+    experts: int = 0  # per layer, each an MLP; 0: one MLP without router
+    active_experts: int = 0  # per token
+    window: int = 0  # tokens that one attends to in layers with a sliding window; 0: no such layers
+    windowed: float = 0.0  # part of the layers with a window
+    norms: int = 2  # per layer, of the residual's width
+    head_norms: bool = False  # queries and keys have norms, too
+    vectors: int | None = None  # elements of a layer's norms and biases; None: from `norm` and `biases`
+    others: int | None = None  # the same for everything outside the layers except tables and positions
+    max_seq: int = 0  # tokens per sequence if positions are not learned; 0: unknown
+    made_for: int = 0  # tokens that its file names, if scaled rotary positions may allow more; 0: unknown
+    ours: bool = True  # whether models/transformer.py builds it, so that imece can divide and cut it
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab_size"):
@@ -56,22 +56,22 @@ class Model:
 
     @property
     def positions(self) -> int:
-        """Tokens that a sequence may have; 0: nobody says."""
+        """Tokens that a sequence may have; 0: unknown."""
         return self.learned_positions or self.max_seq
 
     @property
     def q_width(self) -> int:
-        """Of the queries of all heads together."""
+        """Width of all heads' queries together."""
         return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Of all keys together, and of all values."""
+        """Width of all keys together, and of all values."""
         return self.kv_heads * self.head_width
 
     @property
     def layer_parameters(self) -> int:
-        """Of one block, all its experts included."""
+        """Parameters of one block, including all its experts."""
         attention = 2 * self.width * (self.q_width + self.kv_width)
         mlp = (3 if self.gated else 2) * self.width * self.mlp_width
         if self.vectors is not None:
@@ -86,8 +86,8 @@ class Model:
         return attention + mlp + vectors
 
     def with_vectors(self, vectors: int, others: int) -> Model:
-        """The same with so many of them; None stays where `norm` and `biases` say as much: such can be laid
-        one by one, as the engine does."""
+        """The same model with these numbers. None stays if `norm` and `biases` imply the same: only then can
+        tensors be laid out one by one, as in the engine."""
         usual, exact = replace(self, vectors=None, others=None), replace(self, vectors=vectors, others=others)
         return replace(
             self,
@@ -96,16 +96,17 @@ class Model:
         )
 
     def with_copies(self, tensor: int) -> Model:
-        """As ranks hold it that divide matrices: of fewer heads of keys and values each has a copy of one."""
+        """The model as ranks that divide matrices hold it: with too few heads of keys and values, each rank
+        has a copy of one."""
         return replace(self, kv_heads=tensor) if tensor > self.kv_heads else self
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Parameters of one norm."""
         return self.width * (2 if self.norm == "layer" and self.biases else 1)
 
     def scores_part(self, seq: int) -> float:
-        """Of the scores of causal attention over `seq` tokens, how many windows leave, in the mean layer."""
+        """Share of causal attention's scores over `seq` tokens that windows leave, in the average layer."""
         if not 0 < self.window < seq:
             return 1.0
         seen = self.window / seq
@@ -113,29 +114,29 @@ class Model:
 
     @property
     def table_parameters(self) -> int:
-        """Of the embedding, and alike of a head that is not tied."""
+        """Parameters of the embedding, and of a head that is not tied."""
         return self.vocab_size * self.width
 
     def table_parts(self, tensor: int) -> int:
-        """Into how many tables and logits are divided over so many ranks: where the vocabulary does not come
-        out, each rank has them whole."""
+        """Parts into which tables and logits are divided over this many ranks: 1 if the vocabulary cannot
+        be."""
         return tensor if self.vocab_size % tensor == 0 else 1
 
     @property
     def other_parameters(self) -> int:
-        """Of all outside of the layers but for tables: the norm at the end, positions."""
+        """Parameters outside the layers, without tables: the last norm, positions."""
         others = self.norm_parameters if self.others is None else self.others
         return others + self.learned_positions * self.width
 
     @property
     def parameters(self) -> int:
-        """Numbers that are trained; a tied head counts once."""
+        """Number of trained parameters; a tied head counts once."""
         tables = 1 if self.tied_head else 2
         return self.layers * self.layer_parameters + tables * self.table_parameters + self.other_parameters
 
 
 def from_shape(name: str, shape: TransformerConfig) -> Model:
-    """Of a model that models/transformer.py builds."""
+    """The model that models/transformer.py builds for this shape."""
     return Model(
         name, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.head_width, shape.mlp_width,
         gated=True, vocab_size=shape.vocab_size, tied_head=shape.tied_head, window=shape.window or 0,

@@ -1,1 +1,1 @@
-"""How long a step takes."""
+"""Predicts how long a step takes."""

@@ -1,12 +1,11 @@
 """Time of collectives by level of the network, and the bytes that each rank sends.
 
-A group is so many ranks on so many hosts. Ranks of one host use its inside links; what goes between hosts
-goes over the ports of all the group's ranks of a host at once: a group with eight ranks a host has eight
-ports.
+A group is a number of ranks on a number of hosts. Ranks of one host use its inside links. Traffic between
+hosts uses the ports of all the group's ranks on a host at once: with eight ranks per host, eight ports.
 
 A ring all_gather or reduce_scatter of S bytes takes (n - 1)/n x S over the slower of the two levels, and a
-latency for each hop. Between hosts a ring goes round once for each 384 MiB, and each time costs `hop_s` for
-each host. An all_reduce is two of them, or a tree with fewer hops, whichever is faster.
+latency for each hop. Between hosts a ring goes round once for each 384 MiB, and each round costs `hop_s` per
+host. An all_reduce is two of these, or a tree with fewer hops, whichever is faster.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from imece.plan.hardware import Cluster, Link
 Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 
 _LOOP_BYTES = 384 * 2**20  # that go round between hosts at once
-_OVERLAP = 0.85  # hops of a long ring overlap: n count as n to this power
-_TREE_HOPS = 1.6  # of a ring, that up and down one level of a tree takes
-_BASE_S = 20e-6  # of a collective of any size: its kernel starts on every rank
+_OVERLAP = 0.85  # hops of a long ring overlap: n hops count as n to this power
+_TREE_HOPS = 1.6  # ring hops that up and down one level of a tree cost
+_BASE_S = 20e-6  # of any collective: its kernel starts on every rank
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk: neighbours along one axis."""
+    """Ranks that communicate: neighbours along one axis."""
 
     ranks: int
-    ranks_per_host: int  # of the host that has the fewest: what goes between hosts goes through its ports
+    ranks_per_host: int  # on the host with fewest: the ports between hosts
     hosts: int
 
 
 def along(cluster: Cluster, size: int, stride: int) -> Group:
-    """`size` ranks with `stride` between one and the next, in the order of hosts: of all such groups the one
-    on most hosts.
+    """`size` ranks at intervals of `stride`, in the order of hosts: of all such groups, the one on most
+    hosts.
 
-    Groups follow each other with no regard to hosts: of six ranks each, on hosts of eight, they are 6, 2 + 4,
-    4 + 2 and 6.
+    Groups follow each other regardless of hosts: groups of six ranks on hosts of eight are 6, 2 + 4, 4 + 2
+    and 6.
     """
     inside, span = cluster.gpus_per_host, size * stride
     if cluster.hosts == 1 and span <= inside:
@@ -50,7 +49,7 @@ def along(cluster: Cluster, size: int, stride: int) -> Group:
 
 
 def sent_bytes(op: Op, size_bytes: float, ranks: int) -> float:
-    """That each rank sends by a ring; `size_bytes`: the larger of input and output."""
+    """Bytes that each rank sends in a ring. `size_bytes`: the larger of input and output."""
     if ranks == 1:
         return 0.0
     if op == "send":
@@ -59,7 +58,7 @@ def sent_bytes(op: Op, size_bytes: float, ranks: int) -> float:
 
 
 def collective_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> float:
-    """Seconds of one collective; `size_bytes`: the larger of input and output."""
+    """Seconds of one collective. `size_bytes`: the larger of input and output."""
     if group.ranks <= 1 or size_bytes <= 0:
         return 0.0
     around = _ring_s(cluster, size_bytes, group)
@@ -73,8 +72,8 @@ def collective_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> f
 
 
 def _switch(link: Link, ranks: int) -> float:
-    """How much faster an all-reduce is because the switch adds up: no more than by the bytes that it spares,
-    for a rank sends (n + 1)/n of them instead of 2 (n - 1)/n. Four ranks gain a fifth, and two nothing."""
+    """Speed-up of an all-reduce by a switch that adds. It is at most the ratio of bytes: a rank sends (n +
+    1)/n of them instead of 2 (n - 1)/n. Four ranks gain a fifth, two nothing."""
     return max(1.0, min(link.switch, 2 * (ranks - 1) / (ranks + 1)))
 
 
@@ -93,8 +92,8 @@ def _rate(cluster: Cluster, size_bytes: float, group: Group) -> float:
 
 
 def busy_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> float:
-    """Of `collective_s`: what is left of it if bytes between hosts move as fast as inside of one. Its kernels
-    wait for hops as well, but bytes that come slowly take little of the memory's rate."""
+    """The part of `collective_s` that uses the memory's rate: its length if bytes between hosts moved as fast
+    as inside. Its kernels run longer, but slow bytes take little of the memory's rate."""
     whole = collective_s(cluster, op, size_bytes, group)
     if group.hosts == 1 or whole == 0.0:
         return whole

@@ -1,7 +1,7 @@
-"""One micro-batch on a pipeline's stages: products, what lies between them, and messages within layers.
+"""One micro-batch on a pipeline's stages: products, other kernels, and messages within layers.
 
-A stage takes as long as the device needs, or as long as the CPU needs to start its kernels if that is
-longer. Without a pipeline there is one stage with everything.
+A stage takes as long as the device needs, or as long as the CPU needs to start its kernels, if that is
+longer. Without a pipeline a single stage has everything.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from imece.plan.speed.communication import along, collective_s, send_s
 from imece.plan.speed.compute import LayerTime, head_time, layer_time, stream_s
 from imece.plan.speed.manner import Manner
 
-_FUSED_HOST = 0.5  # of the CPU's work that is left where layers are compiled
+_FUSED_HOST = 0.5  # part of the CPU's work that is left if layers are compiled
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """The slowest stage and one micro-batch, forward and backward; seconds."""
+    """The slowest stage on one micro-batch, forward and backward; seconds."""
 
     forward: float
-    backward: float  # recomputation not in it
+    backward: float  # without recomputation
     recompute: float
-    tensor: float  # tensor-parallel collectives in sight
+    tensor: float  # exposed tensor-parallel collectives
     tensor_hidden: float
-    context: float  # keys and values that go round, in sight
+    context: float  # exposed ring of keys and values
     context_hidden: float
     waiting: float  # the device waits for the CPU
-    sends: float  # to the neighbours, in sight
-    all_stages: float  # the sum over all stages of all that: what one micro-batch takes from end to end
+    sends: float  # to the neighbours, exposed
+    all_stages: float  # sum of all this over all stages: one micro-batch from end to end
     layers: int
-    most_layers: int  # of any stage, as the first one has them
+    most_layers: int  # of any stage; the first one has them
 
     @property
     def compute(self) -> float:
@@ -46,17 +46,17 @@ class StageTime:
 
     @property
     def forward_lasts(self) -> float:
-        """With its share of what is waited for: beside which something else can go on."""
+        """Forward with its share of waiting: the time beside which something else can run."""
         return self.forward * (1 + (self.tensor + self.context + self.waiting) / self.compute)
 
     @property
     def backward_lasts(self) -> float:
-        """Likewise, with recomputation."""
+        """The same for backward, with recomputation."""
         return self.total - self.sends - self.forward_lasts
 
 
 def stage_time(setup: Setup, cluster: Cluster, manner: Manner) -> StageTime:
-    """Of `setup`; the same for all ways to share a batch among data-parallel ranks, so it is kept."""
+    """The stage's times. Cached, because they do not depend on how data-parallel ranks divide the batch."""
     parallel, recipe = setup.parallel, setup.recipe
     key = (
         parallel.tensor, parallel.sequence and parallel.tensor > 1, parallel.context, parallel.pipeline,
@@ -127,12 +127,12 @@ def _stage_time(
 
 
 def scores_again(manner: Manner, recipe: Recipe) -> bool:
-    """Whether attention's scores are computed a second time in backward."""
+    """Whether attention's scores are recomputed in backward."""
     return recipe.recompute == "full" or (recipe.recompute == "selective" and not manner.selective_products)
 
 
 def _again(manner: Manner, recipe: Recipe, layer: LayerTime) -> float:
-    """What is computed a second time in backward."""
+    """Seconds of recomputation in backward."""
     if recipe.recompute == "selective":
         if not manner.selective_products:
             return layer.core
@@ -141,7 +141,7 @@ def _again(manner: Manner, recipe: Recipe, layer: LayerTime) -> float:
 
 
 def added_bytes(recipe: Recipe) -> float:
-    """Bytes that adding a micro-batch's gradient to those before moves, for each parameter."""
+    """Bytes per parameter that adding a micro-batch's gradient to the earlier ones moves."""
     precision: Precision = recipe.precision
     if precision.main_gradients:
         return precision.gradients + 2 * precision.main_gradients
@@ -149,7 +149,7 @@ def added_bytes(recipe: Recipe) -> float:
 
 
 def stages(model: Model, manner: Manner, pipeline: int) -> tuple[int, int, int]:
-    """Layers of the largest stage but the last, of the last, which has the head, and of all but the last."""
+    """Layers of the largest stage but the last; of the last, which has the head; and of all but the last."""
     if pipeline == 1:
         return 0, model.layers, 0
     if not manner.stages_by_cost:
@@ -162,17 +162,18 @@ def stages(model: Model, manner: Manner, pipeline: int) -> tuple[int, int, int]:
 
 
 def messages(pipeline: int) -> int:
-    """Between stages, that one of them waits for with each micro-batch: in and out, there and back."""
-    return 0 if pipeline == 1 else 2 if pipeline == 2 else 4  # the first and the last have one neighbour
+    """Messages between stages that a stage waits for with each micro-batch: in and out, forward and
+    backward."""
+    return 0 if pipeline == 1 else 2 if pipeline == 2 else 4  # with two stages, each has one neighbour
 
 
 @dataclass(frozen=True)
 class _Talk:
-    """Messages within one layer, forward, recomputation and backward."""
+    """Messages within one layer: forward, recomputation and backward."""
 
     exposed: float
     hidden: float
-    calls: int  # that cost the CPU
+    calls: int  # each costs CPU time
 
 
 def _tensor_talk(
@@ -215,7 +216,8 @@ def _ring(
     tensor: int,
     layer: LayerTime,
 ) -> _Talk:
-    """Ring attention: keys and values go round beside the scores, and with their gradients in backward."""
+    """Ring attention: keys and values travel beside the computation of scores; in backward with their
+    gradients."""
     if context == 1:
         return _Talk(0.0, 0.0, 0)
     tokens = recipe.micro_batch * recipe.seq // context
@@ -234,7 +236,7 @@ def _layer_host_s(manner: Manner, recipe: Recipe, calls: int) -> float:
 
 
 def _crossing(gpus_per_host: int, pipeline: int, stride: int) -> int:
-    """Of the pairs of stages that are neighbours, `stride` ranks each, how many are not on one host."""
+    """How many neighbouring stages, of `stride` ranks each, are on different hosts."""
     firsts = range(0, (pipeline - 1) * stride, stride)
     return sum(first // gpus_per_host != (first + 2 * stride - 1) // gpus_per_host for first in firsts)
 
@@ -242,7 +244,8 @@ def _crossing(gpus_per_host: int, pipeline: int, stride: int) -> int:
 def _sends_s(
     cluster: Cluster, manner: Manner, size_bytes: int, tensor: int, sequence: bool, between: bool
 ) -> float:
-    """An activation to the next stage, which is on another host if `between`, and its gradient back."""
+    """Seconds for an activation to the next stage, and its gradient back. between: the next stage is on
+    another host."""
     if sequence or manner.scatters_pieces:
         size_bytes //= tensor
     once = send_s(cluster, size_bytes, between)

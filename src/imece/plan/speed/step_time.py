@@ -1,8 +1,12 @@
-"""Time of a step: what ranks compute, what of their communication is in sight, and the pipeline's bubble.
+"""Predicts the time of a step, which is the sum of:
 
-step = micro-batches x slowest stage products, what lies between them, messages within layers + bubble
-the first micro-batch goes through the other stages + gathers and reductions as much of them as is in sight
-+ optimizer + what a step costs besides
+    micro-batches x slowest stage   products, other kernels, and messages within layers
+    bubble                          the first micro-batch goes through the other stages
+    gathers and reductions          their exposed part
+    optimizer
+    data                            and whatever else is done once per step
+
+All times are in seconds.
 """
 
 from __future__ import annotations
@@ -21,24 +25,24 @@ from imece.plan.speed.synchronise import optimizer_s, synchronise
 class StepTime:
     """One step, in seconds. compute + waiting + all of exposed + bubble + optimizer + data = total."""
 
-    compute: float  # forward and backward of all micro-batches on the slowest stage, recomputation in it
-    recompute: float  # of it
+    compute: float  # forward and backward of all micro-batches on the slowest stage, with recomputation
+    recompute: float  # part of compute
     waiting: float  # the device waits for the CPU to start its kernels
-    exposed: dict[str, float]  # communication in sight: gradients, parameters, tensor, context, pipeline
+    exposed: dict[str, float]  # exposed communication: gradients, parameters, tensor, context, pipeline
     hidden: float  # communication beside computation
     bubble: float
     optimizer: float
-    data: float  # and whatever else is done once a step
+    data: float  # and everything else that happens once per step
     total: float
     tokens_per_s: float  # of all ranks
     mfu: float  # flops_a_token over the peak of all ranks in the recipe's precision; of FP8 over that in bf16
 
 
 def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTime:
-    """Of `setup` on `cluster`, as the software `manner` goes about it."""
+    """The time of `setup` on `cluster`, run by the software `manner`."""
     parallel, recipe = setup.parallel, setup.recipe
     cluster = cluster.multiplying(recipe.precision.activations)
-    flops = flops_a_token(setup.model, recipe.seq, frozen=recipe.adapters != "none")  # without copies
+    flops = flops_a_token(setup.model, recipe.seq, frozen=recipe.adapters != "none")  # no copies of heads
     setup = replace(setup, model=setup.model.with_copies(parallel.tensor))
     stage = stage_time(setup, cluster, manner)
     steps = recipe.accumulation

@@ -1,4 +1,4 @@
-"""What data parallelism adds to a step: gradients reduced, parameters gathered; what of it is in sight."""
+"""What data parallelism adds to a step: reducing gradients and gathering parameters, exposed and hidden."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from imece.plan.speed.stage import StageTime
 from imece.plan.speed.timeline import exposed_after, exposed_before
 
 _HOST_MEMORY = 410e9  # bytes/s with which a host's CPUs step what is offloaded: 16 x DDR4-3200, as DGX A100
-_RANK_MEMORY = 100e9  # of it, what those of one rank reach
+_RANK_MEMORY = 100e9  # of which one rank's CPUs reach this
 _HOST_FLOPS = 4e12  # FLOP/s of fp32 products on the same CPUs: assumed, about half of what two EPYC 7742 can
-_OFFLOADED = 28  # bytes that they read and write for each parameter
+_OFFLOADED = 28  # bytes read and written per parameter
 
 
 @dataclass(frozen=True)
 class Synchronisation:
-    """Of one step; seconds."""
+    """Seconds per step."""
 
-    gradients: float  # in sight
-    parameters: float  # in sight
+    gradients: float  # exposed
+    parameters: float  # exposed
     hidden: float
 
 
 def trained_parameters(setup: Setup, stage: StageTime) -> float:
-    """Of `held_parameters`."""
+    """Of `held_parameters`, those that are trained."""
     model, recipe = setup.model, setup.recipe
     if recipe.adapters != "none":
         return stage.most_layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
@@ -41,10 +41,10 @@ def trained_parameters(setup: Setup, stage: StageTime) -> float:
 
 
 def held_parameters(setup: Setup, stage: StageTime) -> float:
-    """On one tensor rank of the first stage, before data parallelism shards them.
+    """Parameters on one tensor rank of the first stage, before data parallelism shards them.
 
-    No stage holds more, for it has the embedding and as many layers as any; and its backward is over last, so
-    that a step waits for its gradients, whichever stage is the slowest to compute.
+    No stage holds more, because the first has the embedding and as many layers as any. Its backward ends
+    last, so the step waits for its gradients, whichever stage computes longest.
     """
     model = setup.model
     tables = model.table_parameters + model.other_parameters
@@ -54,8 +54,8 @@ def held_parameters(setup: Setup, stage: StageTime) -> float:
 
 
 def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> tuple[float, float]:
-    """Of `held_parameters`, as they lie in memory and are gathered: of all, and of one layer; in_fp8: those
-    of layers as they are multiplied."""
+    """(bytes of all, bytes of one layer) of `held_parameters`, as they lie in memory and are gathered.
+    in_fp8: layers as they are multiplied."""
     held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
     in_layers = FOUR_BIT if setup.recipe.adapters == "qlora" else 1 if in_fp8 else size
     layer = setup.model.layer_parameters / setup.parallel.tensor
@@ -64,7 +64,7 @@ def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> tuple[f
 
 
 class _Gathers(NamedTuple):
-    """Of zero3, in forward or in backward of one micro-batch."""
+    """Gathers of zero3, in forward or backward of one micro-batch."""
 
     units: int
     unit_bytes: float
@@ -73,7 +73,7 @@ class _Gathers(NamedTuple):
 def _gathers(
     setup: Setup, manner: Manner, stage: StageTime, in_fp8: bool = False
 ) -> tuple[_Gathers, _Gathers]:
-    """In forward, where the root is taken to come in equal parts with the layers, and in backward."""
+    """(in forward, in backward). In forward the root is assumed to come in equal parts with the layers."""
     units = max(1, stage.most_layers)
     held, layer = _held_bytes(setup, stage, in_fp8)
     forward = _Gathers(units, held / units)
@@ -83,8 +83,8 @@ def _gathers(
 
 
 def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
-    """Gradients and parameters of the first stage among its data-parallel ranks, and of a tied table between
-    the first stage and the last, which both have it. Those of the table go among the ranks after that."""
+    """Gradients and parameters of the first stage among its data-parallel ranks; and gradients of a tied
+    table, first between the first stage and the last, which both have it, and then among these ranks."""
     found = _among_data_ranks(setup, cluster, manner, stage)
     return replace(found, gradients=found.gradients + _tied_s(setup, cluster))
 
@@ -100,7 +100,7 @@ def _tied_s(setup: Setup, cluster: Cluster) -> float:
 
 
 def _tied_parameters(setup: Setup) -> float:
-    """On one tensor rank, those whose gradients two stages have."""
+    """Parameters on one tensor rank whose gradients two stages have."""
     parallel = setup.parallel
     if parallel.pipeline == 1 or not setup.model.tied_head or setup.recipe.adapters != "none":
         return 0.0
@@ -143,12 +143,12 @@ def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
 
 
 def _each_gradient(precision: Precision) -> int:
-    """Bytes of it on the wire."""
+    """Bytes of a gradient on the wire."""
     return precision.reduced or precision.main_gradients or precision.gradients
 
 
 def reductions(setup: Setup) -> int:
-    """Of all gradients in a step: one, or one for each micro-batch where nobody keeps them whole."""
+    """Reductions of all gradients per step: one, or one per micro-batch if nobody keeps gradients whole."""
     each = DIVIDED[setup.parallel.strategy].gradients and not setup.recipe.accumulates_whole
     return setup.recipe.accumulation if each else 1
 
@@ -165,8 +165,8 @@ def _replicated(
 def _bucketed(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, size_bytes: float, group: Group, op: Op
 ) -> tuple[float, float]:
-    """In sight and hidden, of gradients that are sent in buckets during the last micro-batch's backward, but
-    for those of a tied table, which come after it."""
+    """(exposed, hidden) for gradients that leave in buckets during the last micro-batch's backward, except
+    those of a tied table, which come after it."""
     if group.ranks == 1:
         return 0.0, 0.0
     if not manner.overlap_gradients:
@@ -183,7 +183,8 @@ def _bucketed(
 
 
 def _with_contention(manner: Manner, exposed: float, whole: float, busy: float) -> tuple[float, float]:
-    """In sight and hidden, with what the hidden takes from computing beside it: by the bytes that move."""
+    """(exposed, hidden) including what hidden communication takes from computation, in proportion to its
+    bytes."""
     hidden = max(0.0, whole - exposed)
     return exposed + manner.contention * busy * (hidden / whole if whole else 0.0), hidden
 
@@ -191,7 +192,7 @@ def _with_contention(manner: Manner, exposed: float, whole: float, busy: float) 
 def _stepped_in_parts(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:
-    """ZeRO-1 and 2: gradients are reduced to parts, parameters gathered once, after the step."""
+    """ZeRO-1 and 2: gradients are reduced to shards, parameters gathered once, after the step."""
     if group.ranks == 1:
         return Synchronisation(0.0, 0.0, 0.0)
     size = _gradient_bytes(setup, stage)
@@ -211,7 +212,7 @@ def _stepped_in_parts(
 def _sharded(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:
-    """ZeRO-3: each layer's parameters are gathered in forward and in backward of every micro-batch."""
+    """ZeRO-3: each layer's parameters are gathered in forward and backward of every micro-batch."""
     offloaded = setup.recipe.offload == "parameters"
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
@@ -237,7 +238,7 @@ def _sharded(
         else:
             ahead, within = forward.units * gather, backward.units * again
         gathers = ahead + within
-        if manner.overlap_gradients:  # one network for both: gradients have what gathers leave of backward
+        if manner.overlap_gradients:  # one network for both: gathers come first
             left = max(0.0, stage.backward_lasts + within - backward.units * again)
             reducing = exposed_after(left, units, scatter)
         else:
@@ -256,13 +257,13 @@ def _sharded(
 
 
 def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> float:
-    """Of the parameters that a rank steps: all that it holds, or its part."""
+    """Seconds to step the parameters that a rank steps: all that it holds, or its shard."""
     recipe = setup.recipe
     stepped = trained_parameters(setup, stage) / _parts(setup)
     moved = stepped * manner.optimizer_bytes * _MOVED[recipe.optimizer]
-    # Muon: five products of each matrix with its square, twice.
+    # Muon multiplies each matrix with its square five times, twice each.
     flops = stepped * setup.model.width * _MUON_FLOPS if recipe.optimizer == "muon" else 0.0
-    if recipe.offload:  # as masters gradients go there, and come back, but where they stay to be gathered
+    if recipe.offload:  # in the masters' dtype; back only if parameters do not stay there
         size = recipe.precision.masters or recipe.precision.parameters
         sent = size * (1 if recipe.offload == "parameters" else 2)
         rate = min(_RANK_MEMORY, _HOST_MEMORY / cluster.gpus_per_host)
@@ -272,5 +273,5 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
     return stream_s(cluster.gpu, moved) + products
 
 
-_MUON_FLOPS = 30  # for each parameter and row of the matrix's shorter side
-_MOVED = {"adamw": 1.0, "adamw-8bit": 0.65, "sgd": 0.5, "muon": 0.8}  # bytes over those of AdamW
+_MUON_FLOPS = 30  # per parameter and row of the matrix's shorter side
+_MOVED = {"adamw": 1.0, "adamw-8bit": 0.65, "sgd": 0.5, "muon": 0.8}  # bytes relative to AdamW

@@ -1,6 +1,6 @@
-"""Buckets and units laid over computation: how much communication stays in sight.
+"""Places buckets and units beside computation: how much communication stays exposed.
 
-Communication of one group runs in the order in which it was asked for, one piece after the other.
+Communication of one group runs in the order of its requests, one piece after the other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def ends(ready: Sequence[float], lasts: Sequence[float]) -> list[float]:
-    """When each piece is through: it may begin at `ready`, and when those before it are through."""
+    """When each piece is done: it begins when it is `ready` and the pieces before it are done."""
     through: list[float] = []
     now = 0.0
     for may, long in zip(ready, lasts, strict=True):
@@ -19,9 +19,10 @@ def ends(ready: Sequence[float], lasts: Sequence[float]) -> list[float]:
 
 
 def exposed_after(compute_s: float, pieces: int, piece_s: float) -> float:
-    """Of equal pieces, each ready after its share of `compute_s`: by how much the last is late.
+    """For equal pieces, each ready after its share of `compute_s`: how much later than it the last one is
+    done.
 
-    The last piece is always in sight: it is ready when the computation ends.
+    The last piece is always exposed: it is ready when the computation ends.
     """
     if pieces < 1:
         return 0.0
@@ -29,9 +30,10 @@ def exposed_after(compute_s: float, pieces: int, piece_s: float) -> float:
 
 
 def exposed_before(compute_s: float, pieces: int, piece_s: float, there: int = 0) -> float:
-    """Of equal pieces, each needed before its share of `compute_s`, asked for one share ahead.
+    """The same for equal pieces that are needed before their shares of `compute_s`, and requested one share
+    ahead.
 
-    there: so many of the first are there already, and need not come.
+    there: this many of the first pieces are already there.
     """
     if pieces <= there:
         return 0.0

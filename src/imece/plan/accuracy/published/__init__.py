@@ -1,7 +1,7 @@
-"""Published measurements that the planner is held against, as CSV files beside this one.
+"""Published measurements to compare the planner with, as CSV files beside this one.
 
-A file begins with lines `# ...`: where its figures come from and what its columns mean. Where rows have
-different origins there is a column `source` too. Cells are text; an empty one is unknown.
+A file begins with lines `# ...` that say where its figures come from and what its columns mean. If its rows
+have different origins, it also has a column `source`. Cells are text; an empty one is unknown.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Table:
     """One file."""
 
     name: str
-    source: str  # the lines at its head
+    source: str  # the lines at its top
     rows: tuple[dict[str, str], ...]
 
 
 def names() -> tuple[str, ...]:
-    """Of all tables that there are."""
+    """The names of all tables."""
     files = resources.files(__name__).iterdir()
     return tuple(sorted(file.name.removesuffix(".csv") for file in files if file.name.endswith(".csv")))
 
@@ -35,12 +35,13 @@ def read(name: str) -> Table:
 
 
 def read_own(name: str, path: Path) -> Table:
-    """Rows of one's own with the columns of table `name`. UserError for what cannot be read or lacks one."""
+    """Rows of your own with the columns of table `name`. UserError if the file cannot be read or lacks a
+    column."""
     try:
         table = _table(name, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # also of bytes that are no UTF-8
+    except ValueError as error:  # includes bytes that are not UTF-8
         raise UserError(f"{path}: {error}") from None
     missing = [column for column in read(name).rows[0] if column not in table.rows[0]]
     if missing:
