@@ -6,8 +6,9 @@ import json
 import os
 import re
 import socket
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,30 @@ def test_host_name_files_and_locked_memory() -> None:
     assert only(doctor.host_name({}, "me.invalid", known)).status == "warn"
     assert not list(doctor.host_name({}, "me", known))
     assert not list(doctor.host_name({"GLOO_SOCKET_IFNAME": "lo"}, "me.invalid", known))
-    assert "256 open files" in only(doctor.open_files(256)).text
-    assert not list(doctor.open_files(65536)) and not list(doctor.open_files(-1))
+    assert not list(doctor.open_files(4, 65536)) and not list(doctor.open_files(1024, sys.maxsize))
+    few = only(doctor.open_files(4, 256))
+    assert few.status == "warn" and "only 256 open files are allowed (ulimit -Hn), enough for " in few.text
+    fewer = only(doctor.open_files(4, 20))
+    assert fewer.status == "fail" and ", and 20 are allowed (ulimit -Hn): raise that limit" in fewer.text
     assert only(doctor.locked_memory(8 * 2**20, infiniband=True)).status == "warn"
     assert not list(doctor.locked_memory(8 * 2**20, infiniband=False))
+
+
+def test_what_is_found_is_shown_at_once_and_no_rank_starts_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def ranks(*_: Any) -> Iterator[Finding]:
+        shown.append(capsys.readouterr().out)
+        yield Finding("ok", "the ranks")
+
+    monkeypatch.setattr(doctor, "rank_findings", ranks)
+    doctor.run([])
+    assert "a port on 127.0.0.1" in shown[0] and "the ranks" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "allow_open_files", lambda: 20)
+    assert doctor.run([]) == 1
+    assert "4 ranks need " in capsys.readouterr().out and len(shown) == 1
 
 
 def test_memory_port_and_versions() -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from imece.cli.main import main
 from imece.launch.crew import Crew
+from imece.open_files import LAUNCH
 from imece.store import serve
 from tests.launch.launcher import Launcher, Outcome, run_launch
 from tests.train.command import in_fork, launched
@@ -55,6 +56,24 @@ def test_ranks_beyond_the_soft_limit_of_open_files(script: Script) -> None:
     assert outcome.status == 0 and outcome.err == ""
     allowed = {int(line.split()[-1]) for line in outcome.out.splitlines()}
     assert len(allowed) == 1 and min(allowed) == (min(hard, 65_536) if hard != -1 else 65_536)
+
+
+def test_ranks_beyond_the_hard_limit_of_open_files(script: Script) -> None:
+    """They would wait for a store that can take no more of them. As many as it can do start, and meet."""
+    path = script("import imece\nimece.init()\nprint('met')")
+
+    def launch() -> int:
+        used = len(os.listdir("/proc/self/fd")) - 1
+        enough = used + LAUNCH.own + 3 * LAUNCH.each - 1  # some are open for a moment only
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, enough))
+        assert main(["launch", "--ranks", "3", str(path)]) == 2
+        return main(["launch", "--ranks", "2", str(path)])
+
+    with Launcher(call=launch) as launcher:
+        outcome = launcher.wait()
+    assert outcome.status == 0 and sorted(outcome.out.splitlines()) == ["[rank 0] met", "[rank 1] met"]
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("imece: 3 ranks need ") and line.endswith(", or start 2 at most")
 
 
 def test_what_a_rank_finds(script: Script) -> None:

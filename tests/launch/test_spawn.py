@@ -195,6 +195,16 @@ def test_a_users_mistake_stays_one() -> None:
         spawn(body, ranks=2, timeout_s=200)
 
 
+def test_more_ranks_than_may_have_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imece.open_files.allow_open_files", lambda: 30)
+    with pytest.raises(UserError, match=r"^9 ranks need \d+ open files, and 30 are allowed \(ulimit -Hn\): "):
+        spawn(is_never_called, ranks=9)
+
+
+def is_never_called() -> None:
+    raise AssertionError("no rank is to start")
+
+
 def test_a_copy_of_a_process_that_has_asked_for_gpus() -> None:
     """torch tells that to the copy alone, which goes on as long as it needs none."""
 

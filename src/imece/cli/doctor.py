@@ -25,6 +25,7 @@ from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
 from imece.launch.signals import signals_as_exit
+from imece.open_files import TRAIN, allow_open_files, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 
 Status = Literal["ok", "warn", "fail", "link"]
@@ -76,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     found: list[Finding] = []
     links: dict[str, Any] = {}
     with signals_as_exit():
-        for finding in (*host_findings(os.environ), *rank_findings(options.ranks, os.environ, links)):
+        for finding in findings(options.ranks, os.environ, links):
             found.append(finding)
             if not options.json:
                 print(f"{finding.status:<5} {finding.text}", flush=True)
@@ -84,6 +85,15 @@ def run(argv: Sequence[str]) -> int:
         said = [asdict(finding) for finding in found]
         print(json.dumps({"machine": machine.facts(), "findings": said, "links": links}, indent=1))
     return 1 if any(finding.status == "fail" for finding in found) else 0
+
+
+def findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> Iterator[Finding]:
+    """All of them, each as soon as it is there. links: see `rank_findings`."""
+    yield from host_findings(environ)
+    files = list(open_files(ranks, allow_open_files()))
+    yield from files
+    if all(finding.status != "fail" for finding in files):
+        yield from rank_findings(ranks, environ, links)
 
 
 def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -98,7 +108,6 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from host_name(environ, socket.gethostname(), socket.getaddrinfo)
     yield from launcher(environ, socket.getaddrinfo)
     yield from own_variables(environ)
-    yield from open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], Path("/dev/infiniband").exists())
 
 
@@ -254,12 +263,13 @@ def _without_backend(asked: str) -> str | None:
     return None
 
 
-def open_files(limit: int) -> Iterator[Finding]:
+def open_files(ranks: int, allowed: int) -> Iterator[Finding]:
     """The limit of open files: sockets and segments count as files."""
-    if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
-        yield Finding(
-            "warn", f"only {limit} open files are allowed (ulimit -Hn): many ranks need 1,024 or more"
-        )
+    if (why := lacking(ranks, TRAIN, allowed)) is not None:
+        yield Finding("fail", why)
+    elif allowed < _FEW_FILES:
+        most = most_ranks(TRAIN, allowed)
+        yield Finding("warn", f"only {allowed} open files are allowed (ulimit -Hn), enough for {most} ranks")
 
 
 def locked_memory(limit: int, infiniband: bool) -> Iterator[Finding]:

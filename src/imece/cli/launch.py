@@ -18,6 +18,7 @@ from imece.collectives.choice import check_forced
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.view import Watched
+from imece.open_files import HOST_0, LAUNCH, OTHER_HOST, check_open_files
 from imece.world import BACKEND, BACKENDS, SCHEDULE
 
 PROG = "imece launch"
@@ -91,8 +92,10 @@ def start(
     environ: Mapping[str, str] = os.environ,
     watch: Callable[[Watched], None] | None = None,
 ) -> int:
-    """Run `words` as the options say. UserError for a variable with which no rank could begin."""
+    """Run `words` as the options say. UserError where no rank could begin."""
     check_variables(environ)
+    several = OTHER_HOST if options.host_rank else HOST_0
+    check_open_files(options.ranks, several if options.hosts > 1 else LAUNCH)
     if options.hosts > 1:
         return hosts.start(options, words, environ, watch)
     return launch(

@@ -32,6 +32,7 @@ from imece.launch.processes import (
     worker_environment,
 )
 from imece.launch.results import decode, encode
+from imece.open_files import SPAWN, check_open_files
 from imece.store import listen_here, serve
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
@@ -87,6 +88,7 @@ def spawn(
     fresh = _importable(fn)
     if not fresh and (torch.cuda.is_initialized() or dist.is_initialized()):
         raise _cannot_be_copied(fn)
+    check_open_files(ranks, SPAWN)
     listener = listen_here()
     port = listener.getsockname()[1]
     job = f"imece-{os.getpid()}-{port}"

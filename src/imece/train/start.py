@@ -28,6 +28,7 @@ from imece.model_parallel.schedules import ideal_bubble
 from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.observe.units import megabytes, si
+from imece.open_files import TRAIN, check_open_files
 from imece.train.adapters import check_libraries
 from imece.train.adapters import describe as describe_adapters
 from imece.train.agreeing import together
@@ -63,6 +64,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     then.
     """
     ranks = config.ranks or default_ranks()
+    check_open_files(ranks, TRAIN)
     check_libraries(config.lora)
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choose_precision(config.compute.dtype, kind)
