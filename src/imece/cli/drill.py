@@ -10,7 +10,7 @@ from typing import Literal
 
 from imece.bench import report
 from imece.cli.launch import read, start
-from imece.cli.launch_options import MAX_SECONDS, LaunchOptions
+from imece.cli.launch_options import MOST_SECONDS, LaunchOptions
 from imece.errors import UserError
 from imece.launch.drill import Drill
 from imece.launch.drill_record import Plan, lines
@@ -55,8 +55,8 @@ class DrillOptions(LaunchOptions):
         if self.kills < 1:
             raise ValueError(f"--kills {self.kills}: at least 1 is needed")
         for name, seconds in (("--every-s", self.every_s), ("--start-s", self.start_s)):
-            if not 0 < seconds <= MAX_SECONDS:
-                raise ValueError(f"{name} {seconds}: more than 0 and up to {MAX_SECONDS:.0f} seconds")
+            if not 0 < seconds <= MOST_SECONDS:
+                raise ValueError(f"{name} {seconds}: more than 0 and up to {MOST_SECONDS:.0f} seconds")
         if self.all_ranks < 2:
             raise ValueError(f"--ranks {self.ranks}: a drill needs 2 ranks, so that one survives")
         if not 1 <= self.together < self.all_ranks:

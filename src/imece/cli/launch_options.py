@@ -10,9 +10,9 @@ import tyro
 
 from imece.launch.generations import Limits
 from imece.launch.hosts.addresses import parse_endpoint
-from imece.launch.processes import MAX_RANKS
+from imece.launch.processes import MOST_RANKS_PER_HOST
 
-MAX_SECONDS = 86_400.0
+MOST_SECONDS = 86_400.0
 MOST_HOSTS = 1024
 MOST_RANKS = 16_384  # on all hosts: messages about them must fit in a frame (hosts/frames.py)
 
@@ -51,19 +51,21 @@ class LaunchOptions:
     """A name that the launchers of all hosts give, so that none joins another job."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"--ranks {self.ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
+        if not 1 <= self.ranks <= MOST_RANKS_PER_HOST:
+            raise ValueError(
+                f"--ranks {self.ranks}: from 1 to {MOST_RANKS_PER_HOST} ranks can run on one host"
+            )
         self._check_hosts()
         if not 1 <= self.min_ranks <= self.all_ranks:
             raise ValueError(f"--min-ranks {self.min_ranks}: from 1 to {self.all_ranks}, the ranks to start")
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ValueError(f"--max-restarts {self.max_restarts}: 0 or more are possible")
-        if self.silent_s and not 1 <= self.silent_s <= MAX_SECONDS:
+        if self.silent_s and not 1 <= self.silent_s <= MOST_SECONDS:
             raise ValueError(
-                f"--silent-s {self.silent_s}: from 1 to {MAX_SECONDS:.0f} seconds, or 0 for never"
+                f"--silent-s {self.silent_s}: from 1 to {MOST_SECONDS:.0f} seconds, or 0 for never"
             )
-        if not 0 <= self.grace_s <= MAX_SECONDS:
-            raise ValueError(f"--grace-s {self.grace_s}: from 0 to {MAX_SECONDS:.0f} seconds are possible")
+        if not 0 <= self.grace_s <= MOST_SECONDS:
+            raise ValueError(f"--grace-s {self.grace_s}: from 0 to {MOST_SECONDS:.0f} seconds are possible")
         if self.module and not self.python:
             raise ValueError("--module and --no-python exclude each other")
 

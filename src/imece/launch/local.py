@@ -19,7 +19,7 @@ from imece.launch.crew import Crew
 from imece.launch.generations import Limits
 from imece.launch.host import Host, Order, Start
 from imece.launch.job import Job
-from imece.launch.processes import MAX_RANKS, worker_environment
+from imece.launch.processes import MOST_RANKS_PER_HOST, worker_environment
 from imece.launch.view import View, watched
 from imece.world import AGENT_PORT
 
@@ -56,8 +56,8 @@ def launch(
     watch: called in a thread of its own once the ranks are started, with a view of them.
     """
     ranks = limits.ranks
-    if not 1 <= ranks <= MAX_RANKS:
-        raise UserError(f"--ranks {ranks}: from 1 to {MAX_RANKS} ranks can run on one host")
+    if not 1 <= ranks <= MOST_RANKS_PER_HOST:
+        raise UserError(f"--ranks {ranks}: from 1 to {MOST_RANKS_PER_HOST} ranks can run on one host")
     order = Order(command, direct, silent_s)
 
     def environment(start: Start, host: Host) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from imece.errors import UserError
 from imece.status import Failure
 from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
-MAX_RANKS = 1024  # of one host; more would be a typing error and exhaust the host
+MOST_RANKS_PER_HOST = 1024  # more would be a typing error and exhaust the host
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl  # found here: a child between fork and exec must not take the loader's lock
 _PARENT_GONE = 143

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from imece import status
 from imece.errors import UserError
 from imece.launch.processes import (
-    MAX_RANKS,
+    MOST_RANKS_PER_HOST,
     Ending,
     die_with_parent,
     first_cause,
@@ -81,8 +81,8 @@ def spawn(
     for name, value in (env or {}).items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of variables are strings")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
-        raise UserError(f"ranks={ranks!r}: from 1 to {MAX_RANKS} ranks can run on one host")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS_PER_HOST:
+        raise UserError(f"ranks={ranks!r}: from 1 to {MOST_RANKS_PER_HOST} ranks can run on one host")
     if timeout_s is not None and not timeout_s > 0:
         raise UserError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or None")
     fresh = _importable(fn)

@@ -16,7 +16,7 @@ from imece.launch.hosts import frames
 from imece.launch.hosts.frames import FrameError, pack, printable, unpack
 from imece.launch.hosts.wide_generations import WideGenerations
 from imece.launch.hosts.words import Report, Seen, of_report
-from imece.launch.processes import MAX_RANKS, Ending
+from imece.launch.processes import MOST_RANKS_PER_HOST, Ending
 from imece.status import Failure
 
 JSON = st.recursive(
@@ -93,7 +93,7 @@ def test_what_agents_say_of_the_most_ranks_fits() -> None:
     assert newest is not None and len(newest.members) == MOST_RANKS
     book = [[host, "fe80::ffff:ffff:ffff:ffff%eth0", 65_535] for host in range(MOST_HOSTS)]
     assert pack({"do": "know", "snapshot": generations.snapshot(), "book": book})
-    members = newest.members[:MAX_RANKS]
+    members = newest.members[:MOST_RANKS_PER_HOST]
     gone_on = tuple((number, 1e6 / 7, 1_000_000) for number in range(10_000, 10_003))
     seen = Seen(MOST_RANKS, 4_000_000, 1_000_000, 1_000_000, True, True, gone_on)
     failure = Failure(1e6 / 7, "ValueError", "木" * 30_000, False)
