@@ -51,8 +51,8 @@ def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def partition(axes: Sequence[str], sizes: Mapping[str, int]) -> Partition:
-    """The sets of ranks that differ only along `axes`. Ranks ascend in each set; sets ascend by their first
-    rank."""
+    """The sets of ranks that differ only along `axes`. Ranks ascend in each set; sets ascend by their
+    first rank."""
     sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         at = coordinates(rank, sizes)

@@ -1,5 +1,5 @@
-"""Which TCP connections of this process belong to its groups, so that they can be cut where nobody closes
-them.
+"""Which TCP connections of this process belong to its groups, so that they can be cut where nobody
+closes them.
 
 A rank that ends closes its connections, and ranks that wait for it notice. If a host loses its network,
 nothing arrives at all: Gloo would wait for the group's whole timeout, and its abort() does nothing.
@@ -43,7 +43,7 @@ def cut() -> int:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.family == socket.AF_UNIX or _name(fd) != name:
                     continue
-                connection.getpeername()  # OSError for a listening socket: if that fails, Gloo ends us
+                connection.getpeername()  # OSError: a listener, which Gloo must not lose
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count

@@ -1,6 +1,6 @@
-"""The cores that this process may use, within quotas of CPU time (Kubernetes' limits.cpu, docker's --cpus). A
-process that runs more threads than its quota allows is stopped, with all of them, for the rest of each
-period.
+"""The cores that this process may use, within quotas of CPU time (Kubernetes' limits.cpu, docker's
+--cpus). A process that runs more threads than its quota allows is stopped, with all of them, for the rest
+of each period.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def usable_cores() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """The quotas, in cores, of this process' control groups and all above them: version 2, or version 1's cpu
-    tree."""
+    """The quotas, in cores, of this process' control groups and all above them: version 2, or version 1's
+    cpu tree."""
     try:
         lines = _PROC.read_text().splitlines()
     except OSError:

@@ -48,8 +48,8 @@ def keeps_freed(device: torch.device) -> bool:
 
 
 def casts_fast(device: torch.device) -> bool:
-    """Whether casting a shard in each gather is cheap. On a CPU the cast would take the cores that forward
-    needs."""
+    """Whether casting a shard in each gather is cheap. On a CPU the cast would take the cores that
+    forward needs."""
     return device.type == "cuda"
 
 
@@ -113,8 +113,8 @@ def _mover_of_gpus(backend: str | None) -> str | None:
 
 
 def usable_gpus() -> int:
-    """The number of GPUs that torch can use here: the driver may count some that are too new or too old for
-    torch."""
+    """The number of GPUs that torch can use here: the driver may count some that are too new or too old
+    for torch."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

@@ -1,5 +1,5 @@
-"""The exceptions: a user's mistake (`UserError`), and failures between ranks (`CollectiveError` and its
-kinds)."""
+"""The exceptions: a user's mistake (`UserError`), and failures between ranks (`CollectiveError` and
+its kinds)."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def usual_cap_bytes(gradients_bytes: int = 0, *, small: bool = False) -> int:
 
     small: a message costs little, or a slow wire makes the step wait for the first bucket.
     gradients_bytes: of all gradients together, to limit the number of buckets. Each bucket takes a
-    reduce-scatter and an all-gather, and a host that is busy with hundreds of them launches the GPU's kernels
-    late.
+    reduce-scatter and an all-gather, and a host that is busy with hundreds of them launches the GPU's
+    kernels late.
     """
     return max(5 if small else 25, min(gradients_bytes // _MOST_BUCKETS // MIB, _LARGEST_MIB)) * MIB
 
@@ -68,8 +68,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """The elements [item_start, item_stop) of a flat item; the first of them lies at bucket_start in its
-    bucket."""
+    """The elements [item_start, item_stop) of a flat item; the first of them lies at bucket_start in
+    its bucket."""
 
     item: int  # index into Layout.items
     item_start: int

@@ -383,8 +383,8 @@ def init(
 
 
 def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
-    """Put other ranks into the open mesh: it stays the same object, and gets new groups in place of all old
-    ones.
+    """Put other ranks into the open mesh: it stays the same object, and gets new groups in place of all
+    old ones.
 
     store: used by the new ranks alone. All of them call this, whichever world they come from; ranks that are
     gone are not asked. Groups and DeviceMeshes that the mesh handed out before can no longer be used. A rank

@@ -172,8 +172,8 @@ def of_this_start(
 def swap_notes(
     store: dist.Store, rank: int, world_size: int, note: Mapping[str, Any], timeout: timedelta
 ) -> list[dict[str, Any]]:
-    """Every rank's note (JSON of at most 16 KiB), in the order of ranks; all ranks call this once per
-    `store`.
+    """Every rank's note (JSON of at most 16 KiB), in the order of ranks; all ranks call this once
+    per `store`.
 
     UserError if two processes claim one rank, or if ranks do not come in time; the message names them.
     """

@@ -28,8 +28,8 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """The same for content that comes bit by bit: `path` gets it at the end of the block, unless the block
-    raises.
+    """The same for content that comes bit by bit: `path` gets it at the end of the block, unless the
+    block raises.
 
     Until then it lies beside `path` as NAME.PID.partial; only a process that is killed leaves that behind.
     """

@@ -41,11 +41,11 @@ class Digests:
         # Storage, how often it was written, and the digest; tensors are not kept alive.
         self._known: dict[str, tuple[StorageWeakRef, int, int, str]] = {}
         self._shared_out: dict[str, str] = {}  # of frozen parameters of which this rank keeps a part
-        self._written: dict[str, tuple[ref[Tensor], int]] = {}  # of each such part: how often it was, then
+        self._written: dict[str, tuple[ref[Tensor], int]] = {}  # of each such part
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Digests in hex, by name. All ranks of a wrapped model call this, with the same names; each does a
-        share."""
+        """Digests in hex, by name. All ranks of a wrapped model call this, with the same names; each does
+        a share."""
         names, model = sorted(tensors), self._model
         if not isinstance(model, DistributedDataParallel) or not names:
             return {name: self._one(name, tensors[name]) for name in names}

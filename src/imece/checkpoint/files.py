@@ -118,8 +118,8 @@ def drop_old(final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, renaming it first: half a checkpoint must not look like one. OSError if that is
-    impossible."""
+    """Remove a folder, renaming it first: half a checkpoint must not look like one. OSError if that
+    is impossible."""
     beside = path.with_name(f"{path.name.removesuffix(PARTIAL)}.{secrets.token_hex(4)}{PARTIAL}")
     os.replace(path, beside)
     shutil.rmtree(beside)

@@ -56,8 +56,8 @@ class Kept:
         return ".".join(kind.__name__ for kind in kinds)
 
     def entries(self, parameter: Tensor) -> dict[str, Entry]:
-        """The entries by key. Empty before the first step. TypeError, with the key, for anything not made of
-        tensors."""
+        """The entries by key. Empty before the first step. TypeError, with the key, for anything not made
+        of tensors."""
         found = {}
         for name, kept in self.state(parameter).items():
             for key, value in plain(quoted(name), kept):
@@ -67,8 +67,8 @@ class Kept:
         return found
 
     def per(self, key: str, kept: tuple[int, ...], shape: tuple[int, ...]) -> int:
-        """`Entry.per` of a tensor of the shape `kept`. shape: of the parameter; both are whole or both a
-        part.
+        """`Entry.per` of a tensor of the shape `kept`. shape: of the parameter; both are whole or both
+        a part.
 
         An optimizer that looks at whole matrices may keep 6 elements for a parameter of [6, 1] that belong to
         its rows. Only if matrices may be cut does each element belong to one of the parameter's, in any
@@ -78,8 +78,8 @@ class Kept:
         return self._per.get(unquote(key.rpartition(":")[2]), 1 if kept and shape and alike else 0)
 
     def lacks(self, parameter: Tensor, keys: Collection[str]) -> str:
-        """The option for which its next step would need a key that is not among these; "" if there is
-        none."""
+        """The option for which its next step would need a key that is not among these; "" if there
+        is none."""
         there = {key.partition(":")[0] for key in keys}
         if not there or not type(self._optimizer).__module__.startswith("torch."):
             return ""
@@ -129,29 +129,29 @@ def key_of(name: str, key: str) -> str:
 
 
 def tag_of(name: str, classes: str) -> dict[str, Tensor | Slice]:
-    """Says which optimizer keeps the state. classes: `Kept.made_by`; "" if nothing is kept for the
-    parameter."""
+    """Says which optimizer keeps the state. classes: `Kept.made_by`; "" if nothing is kept for
+    the parameter."""
     nothing = Slice(torch.empty(0, dtype=torch.uint8), (0,), 0)
     return {f"{MADE_BY}{name}/{classes}": nothing} if classes else {}
 
 
 def makers(saved: Source) -> dict[str, str]:
-    """`Kept.made_by` by parameter. None for state that is only in memory, and for checkpoints without such
-    tags."""
+    """`Kept.made_by` by parameter. None for state that is only in memory, and for checkpoints without
+    such tags."""
     tags = [name.removeprefix(MADE_BY) for name in saved.names() if name.startswith(MADE_BY)]
     return {name: classes for name, _, classes in (tag.rpartition("/") for tag in tags)}
 
 
 def are_alike(made_by: str, other: str) -> bool:
-    """Whether one of the two optimizers is a kind of the other and so keeps the same, as Adam and AdamW
-    do."""
+    """Whether one of the two optimizers is a kind of the other and so keeps the same, as Adam and
+    AdamW do."""
     one, two = made_by.split("."), other.split(".")
     return one[0] in two or two[0] in one
 
 
 def shape_of(shape: tuple[int, ...], per: int) -> tuple[int, ...]:
-    """The shape of the whole tensor kept for a parameter of this shape, with one element for each `per` of
-    it."""
+    """The shape of the whole tensor kept for a parameter of this shape, with one element for each `per`
+    of it."""
     return shape if per == 1 else (math.ceil(math.prod(shape) / per),)
 
 

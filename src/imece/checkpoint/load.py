@@ -284,16 +284,16 @@ def best(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
 
 
 def all_steps(folder: Path | str) -> list[int]:
-    """The steps that have a checkpoint, ascending, including damaged ones. Empty if there is no such
-    folder."""
+    """The steps that have a checkpoint, ascending, including damaged ones. Empty if there is no
+    such folder."""
     return sorted({step for step, _ in files.step_folders(Path(folder))})
 
 
 def first_whole(
     paths: Callable[[], list[Path]], damaged: Callable[[str], None], *, verify: bool = True
 ) -> Saved | None:
-    """The first undamaged checkpoint, in the order of `paths`, which is called again if folders change
-    meanwhile."""
+    """The first undamaged checkpoint, in the order of `paths`, which is called again if folders
+    change meanwhile."""
     while True:
         for path in paths():
             before = identity(path)

@@ -104,8 +104,8 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint except its tensors' bytes. ValueError, with the tensor's name, if pieces are
-    wrong."""
+    """All of a checkpoint except its tensors' bytes. ValueError, with the tensor's name, if pieces
+    are wrong."""
 
     step: int
     attempt: str
@@ -147,8 +147,8 @@ def file_name(rank: int) -> str:
 
 
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The pieces in the order of a file: the largest elements first, so that each piece is aligned to its
-    own."""
+    """The pieces in the order of a file: the largest elements first, so that each piece is aligned to
+    its own."""
     return tuple(sorted(pieces, key=lambda piece: (-piece.kind.itemsize, piece.name)))
 
 

@@ -147,8 +147,8 @@ class Meeting:
                 self._tell()
 
     def failure(self, attempt: str) -> str | None:
-        """Why `attempt`, of this session, fails: if rank 0 says so, or if another job has begun to save
-        here."""
+        """Why `attempt`, of this session, fails: if rank 0 says so, or if another job has begun to
+        save here."""
         note = self._read(0)
         if note is None:
             return None

@@ -45,8 +45,8 @@ class Numbers:
         }
 
     def load(self, saved: Source) -> None:
-        """Load them, so that a scheduler goes on from there. Groups that differ keep their own, with a
-        warning.
+        """Load them, so that a scheduler goes on from there. Groups that differ keep their own, with
+        a warning.
 
         There is no warning for keys that only one side has: schedulers add some, such as initial_lr.
         """

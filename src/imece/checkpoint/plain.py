@@ -57,16 +57,16 @@ def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def quoted(name: object) -> str:
-    """A key in which no character has a special meaning; `unquote` gives the name. TypeError unless it is a
-    text."""
+    """A key in which no character has a special meaning; `unquote` gives the name. TypeError unless it is
+    a text."""
     if type(name) is not str:
         raise TypeError(f"the key {name!r} is of the type {type(name).__name__}")
     return quote(name, safe="")
 
 
 def memory_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that hold its values, by name: itself, or those that it is made of, as for a quantised
-    one."""
+    """The tensors that hold its values, by name: itself, or those that it is made of, as for a
+    quantised one."""
     if not is_made_of_others(tensor):
         yield name, tensor
         return

@@ -24,8 +24,8 @@ _REPLACED = ""  # a verdict: the files have been replaced since they were opened
 def newest_of_all(
     folder: Path, damaged: Callable[[str], None], group: dist.ProcessGroup, device: torch.device
 ) -> Saved | None:
-    """`newest`, for ranks that load together. All ranks of `group` call this; together they read each file
-    once.
+    """`newest`, for ranks that load together. All ranks of `group` call this; together they read each
+    file once.
 
     Ranks that see the same files get the same checkpoint. UserError, on all ranks, as `newest`.
     """

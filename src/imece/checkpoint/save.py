@@ -62,8 +62,8 @@ class Checkpoints:
     ) -> None:
         """keep: how many of the newest stay, fewer if the disk has no room for one more; the one with the
         lowest metric stays as well. Of later steps than the newest, what this object has saved is removed,
-        and what others have saved is set aside, in a new folder left-1, left-2, ... within this one, with an
-        alarm.
+        and what others have saved is set aside, in a new folder left-1, left-2, ... within this one, with
+        an alarm.
 
         alarm: called with one line when a save failed, once on every rank on which `save` raised nothing; on
         rank 0 also when an older checkpoint had to go, or one was set aside. Mostly from another thread.
@@ -101,8 +101,8 @@ class Checkpoints:
             raise _unusable(self._folder, error) from error
 
     def check_writable(self) -> None:
-        """UserError if nothing may be written in the folder: otherwise the first save would be an alarm, much
-        later.
+        """UserError if nothing may be written in the folder: otherwise the first save would be an alarm,
+        much later.
 
         A full disk is no error: there may be room by then.
         """

@@ -26,8 +26,8 @@ Entries = Mapping[Tensor, tuple[str, Mapping[str, Entry]]]
 
 
 def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | Slice]:
-    """Slices of the sharded parameters, frozen ones too, and of what is kept for them. All ranks call
-    this."""
+    """Slices of the sharded parameters, frozen ones too, and of what is kept for them. All ranks
+    call this."""
     sharding, replicas = model.sharding, model.sharding.groups.replicas
     piece = (replicas.rank(), replicas.size()) if replicas is not None else (0, 1)
     parts = {part.index: part for part in model.parts}

@@ -48,7 +48,7 @@ def of_all_stages(tensors: Mapping[str, Tensor | Slice], place: Place) -> dict[s
         for tensor in [value.tensor if isinstance(value, Slice) else value]
     }
     every = gather_json(mine, place.pipeline, place.device, "what stages save")
-    before = set[str]().union(*every[: place.pipeline.rank()])  # parameters that stages share are the first's
+    before = set[str]().union(*every[: place.pipeline.rank()])  # shared ones are the first's
     found: dict[str, Tensor | Slice] = {}
     for name, value in tensors.items():
         own = value if isinstance(value, Slice) else share(whole(value), place.rank, place.ranks)

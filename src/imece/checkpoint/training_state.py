@@ -301,8 +301,8 @@ class TrainingState:
         return self._base.digest()
 
     def frozen_names(self) -> set[str]:
-        """Parameters that are not trained, by their saved names. `own` leaves out those of a sharded
-        model."""
+        """Parameters that are not trained, by their saved names. `own` leaves out those of a
+        sharded model."""
         if self._model.sharded_names:
             shared_out = {MODEL + name for name in self._model.frozen_names}
             return {name for name, _ in self._whole_parameters()} | shared_out

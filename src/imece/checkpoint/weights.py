@@ -176,8 +176,8 @@ def kept_names(saved: Source) -> set[str]:
 
 
 def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: bool = True) -> None:
-    """UserError unless a checkpoint has these tensors and no others. Not strict: only shapes of common names
-    count.
+    """UserError unless a checkpoint has these tensors and no others. Not strict: only shapes of common
+    names count.
 
     `Expected.check` looks at a frozen base that was left out.
     """
@@ -198,8 +198,8 @@ def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: b
 
 
 def together(model: nn.Module, call: Callable[[], Result]) -> Result:
-    """Run `call()`, which makes no collective, on all ranks of a model; a UserError on one is raised on
-    all."""
+    """Run `call()`, which makes no collective, on all ranks of a model; a UserError on one is raised
+    on all."""
     if not isinstance(model, DistributedDataParallel):
         return call()
     result, mine, wrong = tried(call, model.process_group, model.device, "reading a checkpoint")

@@ -202,8 +202,8 @@ class Writer:
         return part
 
     def _hear_all(self) -> None:
-        """Wait for all ranks: one that was not heard yet would not believe what rank 0 says about an
-        attempt."""
+        """Wait for all ranks: one that was not heard yet would not believe what rank 0 says about
+        an attempt."""
         patience = Patience(self._limit_s, self.stop)
         self._meeting.arrive()
         while not self._meeting.all_heard:
@@ -211,8 +211,8 @@ class Writer:
             self._meeting.arrive()
 
     def _await_parts(self, partial: Path, attempt: str) -> list[Part]:
-        """The parts of ranks 1, 2, ...: returns when all have come, or one cannot come or saves another
-        step."""
+        """The parts of ranks 1, 2, ...: returns when all have come, or one cannot come or saves
+        another step."""
         patience = Patience(self._limit_s, self.stop)
         parts: dict[int, Part] = {}
         while missing := [rank for rank in range(1, self._world_size) if rank not in parts]:

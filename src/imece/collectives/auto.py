@@ -1,5 +1,5 @@
-"""The schedule of a call that names none: links are measured once for each group, then message size
-decides."""
+"""The schedule of a call that names none: links are measured once for each group, then message
+size decides."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def links_of(group: dist.ProcessGroup, device: torch.device | str) -> Links:
     kind = torch.device(device).type
     links = _links.get(group, {}).get(kind)
     if links is None:
-        # After all earlier calls: a thread may not have begun one yet, and would begin it in the midst of
-        # measuring.
+        # After all earlier calls: a thread may not have begun one yet, and would begin it in the midst
+        # of measuring.
         began = Call("barrier", group, torch.empty(0, device=device), label="to measure links")
         began.native(lambda: native.barrier(group), None, None, async_op=False)
         links = measure(group, mesh.hosts_in(group), device)

@@ -58,9 +58,9 @@ def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
 
 
 def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """How many collectives this rank has made on a group with tensors of a device, by torch's functions or
-    imece's, plus a few: only changes of the number mean something. None if the backend does not count
-    torch's."""
+    """How many collectives this rank has made on a group with tensors of a device, by torch's functions
+    or imece's, plus a few: only changes of the number mean something. None if the backend does not
+    count torch's."""
     try:
         backend: Any = group._get_backend(device)
         number = int(backend._get_sequence_number_for_group())
@@ -71,8 +71,8 @@ def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | No
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a number that the host knows travels in this group: on the CPU if the group moves the CPU's
-    tensors.
+    """Where a number that the host knows travels in this group: on the CPU if the group moves the
+    CPU's tensors.
 
     On `device`, a GPU, it would be copied there and back, and the host would wait for all that the GPU has to
     do.
@@ -266,8 +266,8 @@ class Call:
 
     @property
     def _in_shared_memory(self) -> bool:
-        """Whether imece's engine moves it, not NCCL in a group of "cpu:shm,cuda:nccl". None is a barrier's
-        device."""
+        """Whether imece's engine moves it, not NCCL in a group of "cpu:shm,cuda:nccl". None is a
+        barrier's device."""
         return type(self.group) is SharedMemoryGroup and (self.tensor is None or self.tensor.is_cpu)
 
     def _enter(self) -> int | None:
@@ -280,8 +280,8 @@ class Call:
         )
 
     def _begun(self) -> checks.Check | None:
-        """Tell the other ranks of this call. Returns what to wait for before data moves; None if all have
-        come.
+        """Tell the other ranks of this call. Returns what to wait for before data moves; None if all
+        have come.
 
         In shared memory a call without a `way` is made of other calls, which the group checks itself. Those
         may still be in the background, and this one must come after them on all ranks.

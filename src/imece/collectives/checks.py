@@ -48,8 +48,8 @@ from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.status import says_timed_out
 
-# What travels: number of the call, fingerprint, six dims + 1 (0: none), way; then the label, which is not
-# compared.
+# What travels: number of the call, fingerprint, six dims + 1 (0: none), way; then the label, which is
+# not compared.
 _ROW = struct.Struct("=qq6q48s128s")
 _COMPARED_BYTES = 64 + 48
 _SHUT_S = 5.0

@@ -16,7 +16,7 @@ from imece.collectives.link_types import Hosts, Links
 from imece.collectives.schedules import SCHEDULES, cost, nearest
 from imece.errors import UserError
 
-GAIN = 0.9  # a schedule replaces the native way if it is predicted to take less than this share of its time
+GAIN = 0.9  # a schedule replaces the native way if its time is predicted to be below this share of that
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _summed(op: str, name: str, size: int, nbytes: float) -> float:
 
 
 def _doubling_s(nbytes: float, links: Links) -> float:
-    """If hosts have equally many ranks, distances below that number stay inside; else every step may
-    cross."""
+    """If hosts have equally many ranks, distances below that number stay inside; else every step
+    may cross."""
     total = cost("all_reduce", "recursive_doubling", links.world_size, nbytes)
     per_host = len(links.hosts[0])
     own = min(int(math.log2(per_host)), total.steps) if _even(links.hosts) and links.inside else 0

@@ -25,8 +25,8 @@ class Companions(NamedTuple):
     levels: tuple[Any, ...]
     """One group of all ranks; or this host's ranks, and then the ranks with this one's place on each host."""
     order: list[int]
-    """order[rank] is where a rank's row is once the rows of each level are concatenated in the order of
-    ranks."""
+    """order[rank] is where a rank's row is once the rows of each level are concatenated in the order
+    of ranks."""
 
     def leave(self) -> None:
         """Leave these groups. Ranks that wait for this one in shared memory are told so even if an error

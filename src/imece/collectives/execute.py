@@ -25,8 +25,8 @@ from imece.collectives.shared_memory.group import on_device
 CHUNK_BYTES = 512 * 1024
 ROUNDS_AHEAD = 3
 
-# Messages of one pair and tag arrive in the order of their posting; these tags keep imece's apart from the
-# user's.
+# Messages of one pair and tag arrive in the order of their posting; these tags keep imece's apart from
+# the user's.
 TAG_SCHEDULE = 0x1ECE0001
 TAG_WIRE = 0x1ECE0003
 TAG_HIERARCHICAL = 0x1ECE0100  # + the lane
@@ -101,8 +101,8 @@ def _tag(message: Message) -> int:
 def _post_staged(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup
 ) -> list[Waitable]:
-    """Gloo takes a GPU's tensors in collectives, but in messages it would read their addresses as the
-    CPU's."""
+    """Gloo takes a GPU's tensors in collectives, but in messages it would read their addresses as
+    the CPU's."""
     works: list[Waitable] = []
     for message in receives:
         place = torch.empty_like(message.tensor, device="cpu")

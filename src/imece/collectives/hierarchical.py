@@ -34,7 +34,7 @@ __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter", "sum_of_r
 
 CHUNK_BYTES = 1024 * 1024
 LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call, the wire has work while this one begins and ends
-AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # there, of an all_reduce between two hosts: a bucket is one message
+AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # of an all_reduce between two hosts: a bucket is one message
 BESIDE_BYTES = 64 * CHUNK_BYTES  # the most that is gathered beside its final place
 LEAST_BYTES = 32 * 1024  # of a message between hosts: with many ranks chunks are larger
 CHUNKS_AHEAD = 1  # more would only queue in front of the wire
@@ -93,8 +93,8 @@ def reduce_scatter(
     *,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Put slice r of the reduced `tensor`, in flat order, into `out` on rank r of all; the same bits as
-    all_reduce.
+    """Put slice r of the reduced `tensor`, in flat order, into `out` on rank r of all; the same bits
+    as all_reduce.
 
     tensor: K·H times as many elements as out, M bytes; out may be its own slice, and the others stay as they
     are. op, wire, ValueError: as for all_reduce, but the sum is never rounded to bf16. Bytes sent a rank:
@@ -268,8 +268,8 @@ def _place_for(out: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(peers: Sequence[int]) -> int:
-    """Parts of a row that is summed and gathered again; hierarchical_chunk.py says why two hosts need only
-    one."""
+    """Parts of a row that is summed and gathered again; hierarchical_chunk.py says why two hosts need
+    only one."""
     return 1 if len(peers) == 2 else len(peers)
 
 
@@ -327,8 +327,8 @@ def _close(in_host: Sequence[torch.Tensor], host: dist.ProcessGroup) -> None:
 
 
 def _pipeline(chunks: Sequence[list[Stage]], hosts: HostGroups) -> None:
-    """Run the stages. In each tick later chunks come first: their messages leave before an earlier chunk is
-    summed."""
+    """Run the stages. In each tick later chunks come first: their messages leave before an earlier chunk
+    is summed."""
     depth = max((len(stages) for stages in chunks), default=0)
     ahead = LANE_CHUNKS_AHEAD if hosts.lane else CHUNKS_AHEAD
     for tick in range(len(chunks) + (depth - 1) * ahead if chunks else 0):

@@ -43,8 +43,8 @@ class HostGroups(NamedTuple):
     cross: dist.ProcessGroup  # the ranks with this rank's place on every host
     ranks: Sequence[Sequence[int]]  # all of them, by host and place
     lane: int = 0
-    """Calls in different lanes run side by side: each lane has its own `host` group, and its own tag in
-    `cross`."""
+    """Calls in different lanes run side by side: each lane has its own `host` group, and its own tag
+    in `cross`."""
 
     opened: Sequence[Tensor] = ()
     """The bytes of this call's tensor on all ranks of the host, if they have already met over it."""
@@ -62,8 +62,8 @@ class HostGroups(NamedTuple):
 
 
 class Chunk:
-    """A chunk under way. The four kinds of call are lists of stages, equally long for all chunks of a
-    call."""
+    """A chunk under way. The four kinds of call are lists of stages, equally long for all chunks of
+    a call."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 SMALL_BYTES, LARGE_BYTES = 8, 2 << 20
-ROUNDS, PINGS = 7, 5  # medians over rounds; several small messages each, since one is near the clock's grain
+ROUNDS, PINGS = 7, 5  # medians over rounds, of several small messages: one is near the clock's grain
 ALL_PAIRS = 8  # up to this many ranks, every pair is measured
 
 
@@ -116,8 +116,8 @@ def _ping_pong(
     # By turns, so that other load on the machine disturbs both alike.
     rounds = [(there_and_back(small, PINGS), there_and_back(large, 1)) for _ in range(ROUNDS)]
     latency_s, large_s = (statistics.median(times) for times in zip(*rounds, strict=True))
-    # On a loaded machine a small message can take longer than a large one: then half the time counts for the
-    # bytes.
+    # On a loaded machine a small message can take longer than a large one: then half the time counts for
+    # the bytes.
     return min(latency_s, large_s), LARGE_BYTES / max(large_s - latency_s, large_s / 2)
 
 

@@ -39,8 +39,8 @@ class Recv:
 
 
 def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
-    """Send M bytes to rank dst, which calls `recv` with the same dtype, numel and tag; returns when they have
-    left.
+    """Send M bytes to rank dst, which calls `recv` with the same dtype, numel and tag; returns when they
+    have left.
 
     Messages of one pair and tag arrive in the order of sending. On a GPU, `recv` receives these messages, not
     `exchange`. ValueError if dst is this rank or not in the group, for a tag that is no int of 64 bits, and
@@ -60,8 +60,8 @@ def send(tensor: Tensor, dst: int, *, tag: int = 0, group: Group | None = None, 
 
 
 def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, label: str = "") -> Tensor:
-    """Receive M bytes from rank src of the group into `tensor`, and return it. tag, label and errors: as for
-    `send`."""
+    """Receive M bytes from rank src of the group into `tensor`, and return it. tag, label and errors: as
+    for `send`."""
     check_tensor("recv", tensor)
     group = group_or_default(group)
     _check_peer("recv from", src, group)

@@ -26,8 +26,8 @@ class Outcome(NamedTuple, Generic[Result]):
 def tried(
     call: Callable[[], Result], group: dist.ProcessGroup, device: torch.device, label: str
 ) -> Outcome[Result]:
-    """Run `call()`, which makes no collective, on every rank of `group`; its UserErrors are returned, not
-    raised."""
+    """Run `call()`, which makes no collective, on every rank of `group`; its UserErrors are returned,
+    not raised."""
     mine: UserError | None = None
     result: Result | None = None
     try:

@@ -142,8 +142,8 @@ def reduce_scatter(
     wire: str | None = None,
     label: str = "",
 ) -> Any:
-    """Reduce `input` over all ranks, and put slice `rank` of it, in flat order, into `output`; returns
-    output.
+    """Reduce `input` over all ranks, and put slice `rank` of it, in flat order, into `output`;
+    returns output.
 
     input: N times as many elements as output, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
     input's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. output may be its
@@ -258,8 +258,8 @@ def all_gather(
     schedule: str | None = None,
     label: str = "",
 ) -> Any:
-    """Put every rank's `input`, one after the other in flat order, into `output` on every rank; returns
-    output.
+    """Put every rank's `input`, one after the other in flat order, into `output` on every rank;
+    returns output.
 
     output: N times as many elements as input, of its dtype. Bytes sent a rank: (N−1)/N · M, M being the
     output's; with schedule "hierarchical" (K−1)/K · M/H of them between K hosts of H ranks. input may be its

@@ -1,10 +1,10 @@
 """Collectives under way: what `async_op=True` returns, and the threads that run schedules in the background.
-
-torch's own collectives progress by themselves. A schedule does not: somebody must sum what has arrived and
-post what comes next. For asynchronous calls, one thread of this process does that, for one call after the
-other in their order, which is the same on all ranks, as with any collective. If such a task still uses a
-group, a later call on that group waits for it first (`drain`), so that messages of the two cannot be
-confused.
+ torch's own collectives progress by themselves. A schedule does not: somebody must
+sum what has arrived and post what comes next. For asynchronous calls, one thread of
+this process does that, for one call after the other in their order, which is the
+same on all ranks, as with any collective. If such a task still uses a group, a later
+call on that group waits for it first (`drain`), so that messages of the two cannot
+be confused.
 
 A lane is one more such thread, for calls that use nothing that others use at the same time (over_hosts.py):
 calls in different lanes run side by side.
@@ -202,8 +202,8 @@ class Task:
             self._ended.set()
 
     def settled(self, patience_s: float | None = None) -> bool:
-        """Wait until the task has ended, well or not: its own `wait` raises the error. False if that took too
-        long."""
+        """Wait until the task has ended, well or not: its own `wait` raises the error. False if that took
+        too long."""
         return self._ended.wait(patience_s)
 
     def execute(self) -> None:
@@ -298,14 +298,14 @@ def expect_giving_up() -> None:
 
 
 def leaves_calls() -> bool:
-    """Whether this thread leaves calls that may get stuck to another, which costs some milliseconds a
-    call."""
+    """Whether this thread leaves calls that may get stuck to another, which costs some milliseconds
+    a call."""
     return _expected.giving_up and threading.current_thread() is threading.main_thread()
 
 
 def give_up(why: str, within_s: float) -> None:
-    """A rank is gone: leave calls that do not end within `within_s` seconds; whoever waits gets
-    PeerLostError.
+    """A rank is gone: leave calls that do not end within `within_s` seconds; whoever waits
+    gets PeerLostError.
 
     Threads that are stuck are left too, and others take their place. Before this, end the connections of
     groups and what waits in shared memory: then nothing can complete any more.

@@ -235,8 +235,8 @@ def _create() -> Recorder:
 
 
 def _begin_again() -> None:
-    """Start anew: torch gives new groups the names of old ones, and what this rank did in those must not
-    count."""
+    """Start anew: torch gives new groups the names of old ones, and what this rank did in those must
+    not count."""
     if _recorder is not None:
         _recorder.begin(*_place())
 
@@ -252,8 +252,8 @@ def _place() -> tuple[int, int, str]:
 
 
 def _job() -> str:
-    """A name that is equal on all ranks of a job, and differs between jobs alive at the same time on one
-    host."""
+    """A name that is equal on all ranks of a job, and differs between jobs alive at the same time on
+    one host."""
     environ = os.environ
     if environ.get("MASTER_PORT"):
         run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""

@@ -90,8 +90,8 @@ class Recording:
     groups: dict[str, GroupSeen]
 
     def age_s(self, call: Call) -> float:
-        """Seconds since the call ended; for an open call, since the rank began to wait in it or started
-        it."""
+        """Seconds since the call ended; for an open call, since the rank began to wait in it or
+        started it."""
         return max(0, self.read_at_ns - (abs(call.end_ns) or abs(call.start_ns))) / 1e9
 
     @property

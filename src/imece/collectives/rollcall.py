@@ -28,9 +28,9 @@ class RollCall:
         inline: bool,
         offered: torch.Tensor | None = None,
     ) -> None:
-        """row: uint8 [nbytes], of the same length on every rank. inline: shared memory gathers here and now,
-        sooner than a thread of its own would have begun. offered: then also offered to the ranks of this
-        host.
+        """row: uint8 [nbytes], of the same length on every rank. inline: shared memory gathers here and
+        now, sooner than a thread of its own would have begun. offered: then also offered to the ranks of
+        this host.
         """
         self._companions, self._offered = companions, offered
         self.opened: list[torch.Tensor] = []

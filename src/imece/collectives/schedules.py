@@ -35,8 +35,8 @@ class Incoming(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What progresses together. A copied range overlaps no sent one; a summed one equals a sent one or is
-    apart."""
+    """What progresses together. A copied range overlaps no sent one; a summed one equals a sent one or
+    is apart."""
 
     sends: tuple[Outgoing, ...] = ()
     receives: tuple[Incoming, ...] = ()
@@ -262,8 +262,8 @@ class Cost(NamedTuple):
 
 
 def cost(op: str, name: str, world_size: int, nbytes: float, parts: int = DEFAULT_PARTS) -> Cost:
-    """Steps and bytes of a flat schedule. nbytes: M, of the whole tensor. Hierarchical is a sum of
-    several."""
+    """Steps and bytes of a flat schedule. nbytes: M, of the whole tensor. Hierarchical is a sum
+    of several."""
     check_name(op, name)
     n, m = world_size, float(nbytes)
     if n == 1:

@@ -1,10 +1,10 @@
 """Sends bf16 instead of fp32, and still sums in fp32. Half the bytes on every backend.
-
-A ring that sums in bf16 rounds at every hop, so its error grows with the number of ranks. Here each element
-is rounded twice, whatever the number of ranks: each rank sends its slices in bf16 to their owners, an owner
-sums in fp32 in the order of ranks and rounds once, and the sums travel back in bf16. The owner's own
-contribution is rounded like the others', and every rank takes the rounded sum, so all ranks hold the same
-bits.
+ A ring that sums in bf16 rounds at every hop, so its error grows with the number of
+ranks. Here each element is rounded twice, whatever the number of ranks: each rank
+sends its slices in bf16 to their owners, an owner sums in fp32 in the order of ranks
+and rounds once, and the sums travel back in bf16. The owner's own contribution is
+rounded like the others', and every rank takes the rounded sum, so all ranks hold the
+same bits.
 
     |result − exact| <= 2⁻⁸ · (sum of |contributions| + |sum|)  (bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at
     most)
@@ -112,9 +112,9 @@ def all_reduce_bf16(
 ) -> torch.Tensor:
     """Sum or average over the group, in place, with bf16 on the wire and sums in fp32.
 
-    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes, half as many as
-    an fp32 ring. The result holds bf16 numbers, the same bits on every rank. ValueError for integers, min and
-    max.
+    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes, half as many
+    as an fp32 ring. The result holds bf16 numbers, the same bits on every rank. ValueError for integers,
+    min and max.
     """
     check_bf16(tensor, op)
     flat = flattened(tensor)

@@ -29,8 +29,8 @@ def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_r
 
 
 def check_way(schedule: str | None, wire: str | None) -> None:
-    """ValueError for an unknown name, at construction: in the first backward other ranks would already
-    wait."""
+    """ValueError for an unknown name, at construction: in the first backward other ranks would
+    already wait."""
     check_wire(wire)
     if schedule not in (None, "auto"):
         check_name("all_reduce", schedule)
@@ -129,8 +129,8 @@ def buffer_flags(broadcast: bool | None, forward: bool | None) -> tuple[bool, bo
 def bucket_caps(cap_mb: object, cap_list: Sequence[float] | None) -> tuple[list[int], bool, bool]:
     """(caps in bytes, whether one cap holds for all buckets, whether measurements choose the cap).
 
-    cap_mb: MiB, a list of them, "auto" or None; cap_list: torch's other way to give a list. No caps: the
-    default.
+    cap_mb: MiB, a list of them, "auto" or None; cap_list: torch's other way to give a list. No caps:
+    the default.
     """
     choose = cap_mb == "auto" and not cap_list
     if choose:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # no other strategy needs it
 
 _ADAM = 2  # tensors per parameter that an unknown optimizer is assumed to keep
 _MOST_TIMES = 64  # as many ranks at most when looking for a number on which the model fits
-_calls = itertools.count()  # of `choose`: in one process after the other the same lines are run
+_calls = itertools.count()  # numbers the calls of `choose`, in the same order in every process
 
 
 @dataclass(frozen=True)

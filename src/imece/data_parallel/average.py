@@ -147,8 +147,8 @@ class Average:
 
 
 class _Weights:
-    """The weights of one backward's losses. They go with a backward that raises: its gradients enter no
-    mean."""
+    """The weights of one backward's losses. They go with a backward that raises: its gradients enter
+    no mean."""
 
     def __init__(self, ended: list[float]) -> None:
         self.counts: list[float] = []

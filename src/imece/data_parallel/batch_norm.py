@@ -58,12 +58,12 @@ class SyncBatchNorm(_BatchNorm):
         self._join(_own_group(process_group), "")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise by the mean and variance over the samples of all ranks, and update the running
-        statistics.
+        """Normalise by the mean and variance over the samples of all ranks, and update the
+        running statistics.
 
-        input: [N, C, *], floating point; the result has its shape, dtype and memory format. All ranks of the
-        group make the call. ValueError for wrong dims, channels or dtypes, and for only one value per
-        channel.
+        input: [N, C, *], floating point; the result has its shape, dtype and memory format. All ranks of
+        the group make the call. ValueError for wrong dims, channels or dtypes, and for only one value
+        per channel.
         """
         group = self._peers()
         if group is None:
@@ -80,8 +80,8 @@ class SyncBatchNorm(_BatchNorm):
             self._track(_Moments(*moments))
         return output
 
-    # As a decorator of what runs eagerly, this would import torch._dynamo (over a second) with the first
-    # batch.
+    # As a decorator of what runs eagerly, this would import torch._dynamo (over a second) with the
+    # first batch.
     _outside_graphs = torch._disable_dynamo(_synchronised)
 
     def _track(self, moments: _Moments) -> None:
@@ -166,8 +166,8 @@ def _group_of(norm: Any) -> dist.ProcessGroup | None:
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Turn each BatchNorm1d, 2d and 3d in `module`, and torch's SyncBatchNorm, into imece's; returns
-    `module`.
+    """Turn each BatchNorm1d, 2d and 3d in `module`, and torch's SyncBatchNorm, into imece's;
+    returns `module`.
 
     This happens in place: the module objects stay, and with them their parameters, buffers, hooks, names,
     mode, and all references to them. A SyncBatchNorm of imece keeps its group; torch's keeps its own if
@@ -212,7 +212,7 @@ class _Normalised(torch.autograd.Function):
         gathered = own.new_empty(group.size(), own.numel())
         ops.all_gather(gathered, own, group=group, label=label)
         moments = _combined(gathered)
-        if input.numel() <= input.size(1):  # only then can the whole be too little, and a GPU is not asked
+        if input.numel() <= input.size(1):  # else all ranks together have enough: ask no GPU
             _check_count(moments.values, input, group, label)
 
         offset = (moments.mean - origin).to(origin.dtype)

@@ -1,5 +1,5 @@
-"""Keeps a module's buffers, such as a batch norm's statistics, alike on all ranks: by a broadcast, or by a
-hook."""
+"""Keeps a module's buffers, such as a batch norm's statistics, alike on all ranks: by a broadcast, or by
+a hook."""
 
 from __future__ import annotations
 

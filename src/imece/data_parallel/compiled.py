@@ -80,8 +80,8 @@ class _Compiled:
 
 
 class _Waits:
-    """A module's compiled call, which looks at the classes of parameters, so it waits until all of them have
-    come."""
+    """A module's compiled call, which looks at the classes of parameters, so it waits until all of them
+    have come."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         self._module, self._call = module, call

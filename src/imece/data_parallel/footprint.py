@@ -1,5 +1,5 @@
-"""The bytes that training takes on one rank, by category: expected from the layout, and counted from live
-memory."""
+"""The bytes that training takes on one rank, by category: expected from the layout, and counted from
+live memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""torch's GradScaler for optimizers that step a part on each rank: if one rank finds an Inf, all ranks
-know."""
+"""torch's GradScaler for optimizers that step a part on each rank: if one rank finds an Inf, all
+ranks know."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from imece.data_parallel.sharding.stepped import SteppedParts
 
 
 def forget_stage(scaler: torch.amp.GradScaler) -> None:
-    """Forget a step that was under way and will be made again: otherwise torch takes it for unscaled
-    already."""
+    """Forget a step that was under way and will be made again: otherwise torch takes it for
+    unscaled already."""
     scaler._per_optimizer_states.clear()
 
 
@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        device = found_inf.device  # the loss's: offloaded gradients lie where the group may not be asked
+        device = found_inf.device  # the loss's: the group may not reach offloaded gradients
         if device.type != "cpu" and _on_cpu(optimizer):
             # torch's own copies do not block: the CPU would read them before they have arrived.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()

@@ -27,8 +27,8 @@ def norm_of(tensors: Iterable[torch.Tensor], device: torch.device, norm_type: fl
 
 
 def _on_one(norms: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Bring the norms to one device, `device` if there are several: a module's layers may be on more than
-    one."""
+    """Bring the norms to one device, `device` if there are several: a module's layers may be on more
+    than one."""
     return norms if len({each.device for each in norms}) == 1 else [each.to(device) for each in norms]
 
 

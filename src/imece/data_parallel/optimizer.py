@@ -56,8 +56,8 @@ def is_element_wise(optimizer: Optimizer) -> bool:
     for at, group in enumerate(optimizer.param_groups if not _is_known(optimizer) else ()):
         many = len(group["params"])
         for key, value in group.items():
-            # A list of two numbers could be the betas of one parameter or one beta for each of two
-            # parameters.
+            # A list of two numbers could be the betas of one parameter or one beta for each of
+            # two parameters.
             if key not in _BY_PARAMETER and isinstance(value, list) and len(value) == many > 1:
                 raise ValueError(
                     f"{name} has in group {at} a list {key!r} of {many} for {many} parameters, and a rank "
@@ -169,8 +169,8 @@ def set_number(group: dict[str, Any], key: str, new: Number) -> None:
 
 
 def _in_place_of(old: Any, new: Any) -> Any:
-    """`new` in the type of `old`. A tensor stays the same object, and an int an int: it may count
-    iterations."""
+    """`new` in the type of `old`. A tensor stays the same object, and an int an int: it may
+    count iterations."""
     if isinstance(new, tuple):
         olds = old if isinstance(old, tuple) and len(old) == len(new) else new
         return tuple(map(_in_place_of, olds, new))

@@ -156,8 +156,8 @@ def parallelize(
 
 
 def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
-    """The given optimizer or optimizers, or those that the given function makes. TypeError for anything
-    else."""
+    """The given optimizer or optimizers, or those that the given function makes. TypeError for
+    anything else."""
     makes_one = callable(given) and not isinstance(given, Optimizer | Sequence)
     made: Optimizer | Sequence[Optimizer] = given(model.parameters()) if makes_one else given
     for each in made if isinstance(made, Sequence) else [made]:

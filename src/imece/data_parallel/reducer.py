@@ -63,21 +63,21 @@ class Reducer:
         self.gradients, self.group, self.average = gradients, group, average
         self.leaving = Leaving(gradients, group, overlap, finite)
         self.static_graph = static_graph
-        self.sums = 0  # finished ones, of all ranks: after one, each has come at least as far as its backward
+        self.sums = 0  # finished: after each, every rank has come at least as far as its backward
         self.stepping: list[torch.Tensor] = []  # parameters with optimizers that step in backward
-        self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers: done when backward is
+        self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers
         self._line = Line.of(group)
         self._suspicion = suspicion
         self._used = Used(group, self.slots[0].parameter.device, len(self.slots))
         self._zeros = array("i", [0] * len(self.slots))
         self._fired = self._zeros[:]  # by parameter: gradients in this backward
-        self._touched = self._zeros[:]  # and whether any came in one that was not synchronised
+        self._touched = self._zeros[:]  # the same: in one that was not synchronised
         self._closed = False
         self.armed = False  # a forward was prepared: the next gradient begins its backward, by outputs or not
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
         self._present = True  # this rank has inputs
-        self._end: Callable[[], partial[None] | None] = lambda: None  # of that backward, unless it has raised
+        self._end: Callable[[], partial[None] | None] = lambda: None  # ends it unless it raised
         self._graphed = False
         self._left: Collection[int] = ()  # parameters that another model reduces in this backward
         self._early: set[int] = set()  # parameters that get gradients in a later backward of the same step
@@ -89,8 +89,8 @@ class Reducer:
         """Weakly refers to a function to call after a backward in which no rank used some parameter, or any,
         for the first time: the module may have replaced parameters."""
         self.rates: Callable[[], Callable[[], list[float]] | None] = lambda: None
-        """Weakly refers to a function that returns the learning rates, which must be the same on all
-        ranks."""
+        """Weakly refers to a function that returns the learning rates, which must be the same on
+        all ranks."""
         self.when_beginning: Callable[[], Callable[[], None] | None] | None = None
         """Weakly refers to a function to call when a synchronised backward begins."""
         gradients.when_over(self._over)
@@ -101,7 +101,7 @@ class Reducer:
             slot.parameter.register_post_accumulate_grad_hook(hook)
             for slot, hook in zip(self.slots, hooks, strict=True)
         ]
-        self._hooks = [handle.hooks_dict_ref() or {} for handle in self._handles]  # with those of others
+        self._hooks = [handle.hooks_dict_ref() or {} for handle in self._handles]  # all on the parameter
         self._off = weakref.finalize(self, _remove, self._handles)
         self._off.atexit = False
         self.sharing = Sharing(self)
@@ -149,8 +149,8 @@ class Reducer:
             self.leaving.watch.forward()
 
     def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A hook on an output of a prepared forward. behind: the graph's edges that its gradient goes on
-        to."""
+        """A hook on an output of a prepared forward. behind: the graph's edges that its gradient goes
+        on to."""
         if self._closed:
             raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
         if (not self._syncing or self._end() is None) and task.writes(behind):
@@ -249,8 +249,8 @@ class Reducer:
             self.leaving.watch.backward()
 
     def _leave(self, slot: Slot) -> None:
-        """Leave a gradient to another model, which reduces it in this backward; this bucket gets zeros in its
-        place."""
+        """Leave a gradient to another model, which reduces it in this backward; this bucket gets zeros in
+        its place."""
         slot.bucket.pending -= 1
         if slot.holds(slot.parameter.grad):
             slot.parameter.grad = slot.view.detach().clone()
@@ -269,8 +269,8 @@ class Reducer:
     # Backward.
 
     def _on_gradient(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook that autograd calls after it has written a parameter's gradient. Every microsecond counts
-        here.
+        """The hook that autograd calls after it has written a parameter's gradient. Every microsecond
+        counts here.
 
         The hook must not refer to this reducer, which refers to the parameter: Python's garbage collector
         does not see a cycle through such a hook, and would free neither.
@@ -315,8 +315,8 @@ class Reducer:
         return on_gradient
 
     def _complete(self, slot: Slot) -> bool:
-        """Whether this was the parameter's last gradient in this backward. The first backward notes the
-        order."""
+        """Whether this was the parameter's last gradient in this backward. The first backward notes
+        the order."""
         if slot.index in self._left:
             self._fired[slot.index] = 0
             return False
@@ -393,8 +393,8 @@ class Reducer:
             tell()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
-        """This backward ran inside of `node`, as re-entrant checkpoints do; the backward around it goes
-        on."""
+        """This backward ran inside of `node`, as re-entrant checkpoints do; the backward around it
+        goes on."""
         end = self._end()
         assert end is not None
 
@@ -433,14 +433,14 @@ class Reducer:
         return told and self._used.newly_unused([slot.index for slot in absent])
 
     def _end_first(self) -> None:
-        """All ranks that took part in the first backward, if only as shadows, rebuild the buckets, or none
-        does."""
+        """All ranks that took part in the first backward, if only as shadows, rebuild the buckets, or
+        none does."""
         self._learning = False
         self._arrivals.end()
 
     def _fill_in(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Fill in what is not in the buckets yet; returns the slots whose parameters this rank did not
-        use."""
+        """Fill in what is not in the buckets yet; returns the slots whose parameters this rank did
+        not use."""
         absent: list[Slot] = []
         if not any(bucket.pending for bucket in self.buckets):
             return absent
@@ -469,8 +469,8 @@ class Reducer:
         return absent
 
     def _wait_for_all(self, *, read: bool) -> bool:
-        """Wait for all buckets. read: also read which parameters any rank used; returns whether that is
-        known."""
+        """Wait for all buckets. read: also read which parameters any rank used; returns whether that
+        is known."""
         # A hook's collectives may be issued from other threads: none of ours may come in between.
         self.leaving.wait_for_all()
         if self.leaving.hook is not None:
@@ -486,8 +486,8 @@ class Reducer:
             )
 
     def recover(self) -> None:
-        """Before a forward: if the last backward raised, wait for the buckets that had left and reset
-        everything."""
+        """Before a forward: if the last backward raised, wait for the buckets that had left and
+        reset everything."""
         if task.current() != task.NO_TASK:
             return  # a checkpoint that holds this model runs it again in backward
         self._line.clear()
@@ -568,7 +568,7 @@ def _factor(number: float, dtype: torch.dtype) -> torch.Tensor | float:
     """`number` as a factor that torch multiplies a tensor of `dtype` by to the same bits, in the least time.
 
     From a float, torch makes a tensor in each call, which takes as long as multiplying 8 elements, and then
-    another one in `dtype`. A factor that does not fit into dtypes of fewer than 32 bits stays a float.
+    another one in `dtype`. For dtypes of fewer than 32 bits the factor stays a float, which it may not fit.
     """
     return torch.tensor(number, dtype=dtype) if dtype in (torch.float32, torch.float64) else number
 

@@ -1,9 +1,8 @@
-"""Lets a wrapped model go on with other ranks, in the same objects: after some have died, or others have
-come.
+"""Lets a wrapped model go on with other ranks, in the same objects: after some have died, or others
+have come.
 
     leave     lets go of everything that belongs to the old ranks: buckets, hooks, shards, sums under way. It
-    asks
-              nobody and waits for nobody, so it does not matter who is still there, or where a backward
+              asks nobody and waits for nobody, so it does not matter who is still there, or where a backward
               failed
     regroup   builds all this on the new group, as at construction, but moves no values
 
@@ -96,8 +95,8 @@ def leave(model: DistributedDataParallel) -> None:
 
 
 def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """DistributedDataParallel.regroup, after `leave`. If it raises, the next `leave` starts from what is
-    there."""
+    """DistributedDataParallel.regroup, after `leave`. If it raises, the next `leave` starts from what
+    is there."""
     kept = model._kept
     assert kept is not None
     model.process_group = group
@@ -114,8 +113,8 @@ def regroup(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
 
 
 def _make_usable(parameter: torch.Tensor) -> None:
-    """Give a freed parameter elements again: one 0 for all of them, since nobody has their values any
-    more."""
+    """Give a freed parameter elements again: one 0 for all of them, since nobody has their values
+    any more."""
     if isinstance(parameter, FreedParameter):
         freed.revive(parameter)
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -124,8 +123,8 @@ def _make_usable(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def wanting_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Parameters that were frozen after construction want gradients inside: they keep their place in a
-    bucket."""
+    """Parameters that were frozen after construction want gradients inside: they keep their place in
+    a bucket."""
     frozen = [each for _, each in named if not each.requires_grad]
     for each in frozen:
         each.requires_grad_(True)

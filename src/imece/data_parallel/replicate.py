@@ -202,9 +202,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
         Ranks that have left the loop take part in the others' collectives with nothing to give.
         divide_by_initial_world_size: divide gradients by the number of all ranks; otherwise by those still
-        there. With average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks raise
-        RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm in training
-        mode.
+        there. With average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks
+        raise RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm in
+        training mode.
         """
         if enable:
             refuse_uneven(self.module)
@@ -368,8 +368,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return self.reducer.leaving.finite.brought if self.reducer.leaving.finite is not None else {}
 
     def check_parameters(self) -> None:
-        """MismatchError that names ranks and parameters unless all ranks hold the same bits; all ranks call
-        this."""
+        """MismatchError that names ranks and parameters unless all ranks hold the same bits; all ranks
+        call this."""
         check_drift(self._named_parameters(), self.process_group, self._synchronised)
 
     # Around forward: torch.compile leaves both methods alone and compiles the module between them.

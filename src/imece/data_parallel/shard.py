@@ -1,11 +1,11 @@
 """ZeRO-1/2/3 and hybrid sharding over the reducer's buckets: which rank keeps what, and what moves.
 
     gradients whole until the step (zero1)   buckets keep their memory; the sum over the ranks lands in this
-                                             rank's own shard of the bucket, in place; the rest is then
-                                             scratch
+                                             rank's own shard of the bucket, in place; the rest is scratch
+                                             then
     gradients sharded (zero2, zero3)         a bucket borrows memory when its first gradient comes, is summed
-                                             as soon as it is full, and gives the memory back; shards are
-                                             kept until they are zeroed, on a CPU for good
+                                             as soon as it is full, and gives the memory back; shards are kept
+                                             until they are zeroed, on a CPU for good
     parameters whole (zero1, zero2)          each rank steps its shard, and an all-gather in place brings the
                                              others; over a network while the next forward begins
                                              (sharding/coming.py)
@@ -75,7 +75,7 @@ class Sharding(Gradients):
         """The stores of trained parameters, by bucket, and those of frozen parameters that are sharded."""
         device = self.stores[0].parameters.device
         self.most_under_way = most_under_way(self.groups, device, self._way.schedule)
-        self._lets_go = self.offload is None and keeps_freed(device)  # of sums that are zeroed, and buckets
+        self._lets_go = self.offload is None and keeps_freed(device)  # gives memory back
         self._in_backward = False
         self.parts = [part for store in self.stores for part in store.parts]
         self.all = [_bucket(store) for store in self.stores]
@@ -164,8 +164,8 @@ class Sharding(Gradients):
             self.gathering.bucket_left(self.stores[bucket.index].unit)
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
-        """Sum a full bucket over all ranks, into this rank's shard of the bucket or into the kept
-        gradients."""
+        """Sum a full bucket over all ranks, into this rank's shard of the bucket or into the
+        kept gradients."""
         flat, groups, store = bucket.flat, self.groups, self.stores[bucket.index]
         own = self._own(bucket)
         if self.borrows and self._is_kept_as(own, store):  # nothing is to be copied out of borrowed memory
@@ -224,9 +224,9 @@ class Sharding(Gradients):
         """As in Gradients: set the gradients of parts, except frozen ones and those of parameters that no
         rank used."""
         self._in_backward = False
-        self.lane.wait()  # whoever clips or steps reads them, and no stream holds back the host
+        self.lane.wait()  # clipping and stepping read on the host, which no stream holds back
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
-        frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # by their groups
+        frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # in their groups
         self.accumulated.came({slot.index for slot in self.slots} - unused, frozen)
         for store in self.stores:
             assert store.gradient is not None
@@ -289,9 +289,9 @@ class Sharding(Gradients):
         if self.offload is not None or not self._may_come_late():
             for store in reversed(stepped):
                 store.settle()
-        self.lane.wait()  # or the next one to write masters, a checkpoint say, would write what still goes up
-        # Graphs from before this step have saved these parameters; autograd does not see ranks write into
-        # buckets.
+        self.lane.wait()  # else the next write into masters, by a checkpoint, might change what goes up
+        # Graphs from before this step have saved these parameters; autograd does not see ranks write
+        # into buckets.
         torch.autograd.graph.increment_version(
             [
                 parameter
@@ -301,7 +301,7 @@ class Sharding(Gradients):
             ]
         )
         self.note_versions()
-        if self.common_parameters:  # last: whoever goes on may write what would be noted
+        if self.common_parameters:  # last: others may write into it then, unnoted
             ops.barrier(group=self.groups.shard)
 
     def _gather(self, store: Store) -> None:
@@ -343,8 +343,8 @@ class Sharding(Gradients):
         return [store for store in self.every_store if self.gathers or store.has_more_bits]
 
     def gather_masters(self, store: Store) -> torch.Tensor:
-        """The masters of all ranks, [numel], on the parameters' device; for frozen parameters, these
-        themselves."""
+        """The masters of all ranks, [numel], on the parameters' device; for frozen parameters,
+        these themselves."""
         own = store.master.to(store.parameters.device)
         whole = own.new_empty(store.plan.numel)
         schedule, label = self._way.schedule, f"masters of {store.label}"

@@ -1,5 +1,5 @@
-"""ShardedDataParallel: what `parallelize` makes of a model with any strategy that shards. Each rank keeps a
-part."""
+"""ShardedDataParallel: what `parallelize` makes of a model with any strategy that shards. Each rank keeps
+a part."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class ShardedDataParallel(DistributedDataParallel):
         wire: Literal["bf16"] | None,
         overlap: bool | None,
     ) -> None:
-        """Arguments as for `parallelize`. groups: which ranks divide the model, and which hold the same
-        shard."""
+        """Arguments as for `parallelize`. groups: which ranks divide the model, and which hold the
+        same shard."""
         self._optimizers, self._groups, self._options = list(optimizers), groups, options
         self._dtypes: list[torch.dtype] | None = None  # dtypes of masters; None until there are any
         self._frozen_shared: list[tuple[str, torch.Tensor]] | None = None
@@ -146,8 +146,8 @@ class ShardedDataParallel(DistributedDataParallel):
         self.reducer.when_beginning = weakref.WeakMethod(self._tell_backward)
 
     def _frozen_to_share(self) -> list[tuple[str, torch.Tensor]]:
-        """When ranks change, these are the same parameters again, whatever their class is while they are
-        freed."""
+        """When ranks change, these are the same parameters again, whatever their class is while they
+        are freed."""
         if self._frozen_shared is None:
             self._frozen_shared = [each for each in self._frozen if can_lie_flat(each[1])]
         return self._frozen_shared
@@ -280,8 +280,8 @@ class ShardedDataParallel(DistributedDataParallel):
         )
 
     def sync_rest(self, root: int) -> None:
-        """Give all ranks rank `root`'s values of what is not sharded: buffers and whole frozen parameters. A
-        collective."""
+        """Give all ranks rank `root`'s values of what is not sharded: buffers and whole frozen parameters.
+        A collective."""
         sharded = {id(each) for store in self.sharding.every_store for each in store.members}
         rest = [each for each in self.states(buffers=True) if id(each) not in sharded]
         if rest:
@@ -291,8 +291,8 @@ class ShardedDataParallel(DistributedDataParallel):
     def gathered(self, write: bool = False) -> Iterator[None]:
         """Inside, all parameters are whole on every rank; all ranks enter and leave together.
 
-        write: what is written into them inside, the same on all ranks, stays. Otherwise they may only be
-        read.
+        write: what is written into them inside, the same on all ranks, stays. Otherwise they may only
+        be read.
         """
         with gathered(self.sharding, write):
             yield
@@ -322,8 +322,8 @@ class ShardedDataParallel(DistributedDataParallel):
             super().check_parameters()
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """As in DistributedDataParallel. Ranks that have ended clip, step and zero their parts as the others
-        do.
+        """As in DistributedDataParallel. Ranks that have ended clip, step and zero their parts as the
+        others do.
 
         RuntimeError if units are gathered, which takes all ranks.
         """
@@ -391,8 +391,8 @@ class ShardedDataParallel(DistributedDataParallel):
         self._optimizers[number].step()
 
     def zero_gradients(self, number: int, set_to_none: bool) -> None:
-        """Zero the gradients of one optimizer's parts; those of the whole model if no optimizer has this
-        number."""
+        """Zero the gradients of one optimizer's parts; those of the whole model if no optimizer has
+        this number."""
         everything: nn.Module | Optimizer = self
         (self._optimizers[number] if number < len(self._optimizers) else everything).zero_grad(set_to_none)
 

@@ -38,8 +38,8 @@ _BY_ANY_NAME = {name: each for each in _ALL for name in (each.name, *each.other_
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy with this name, in upper or lower case. ValueError, with the nearest name, if there is
-    none."""
+    """The strategy with this name, in upper or lower case. ValueError, with the nearest name, if there
+    is none."""
     found = _BY_ANY_NAME.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_ANY_NAME, n=1)
@@ -73,8 +73,8 @@ class ShardGroups:
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: Mesh | dist.ProcessGroup, spread: bool = False) -> ShardGroups:
-        """The groups of a mesh, or a single group that shards. ValueError, with the reason, if a strategy has
-        none.
+        """The groups of a mesh, or a single group that shards. ValueError, with the reason, if a strategy
+        has none.
 
         spread: if a hybrid strategy does not fit the hosts, divide the model among all ranks together.
         """

@@ -65,8 +65,8 @@ class TorchNames:
         hook: Hook,
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """`hook(state, {name: buffer})` keeps buffers alike instead of a broadcast. TypeError: not
-        callable."""
+        """`hook(state, {name: buffer})` keeps buffers alike instead of a broadcast. TypeError:
+        not callable."""
         self._buffer_sync.hook = BufferHook(hook, state, comm_hook_location)
 
     def _default_broadcast_coalesced(

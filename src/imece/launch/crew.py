@@ -30,7 +30,7 @@ _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for i
 _LONGEST_S = 60.0
 _GROUP_S = 0.05  # how often to look whether a group whose leader has ended is empty
 _SAME_SIGNAL_S = 1.0  # signals within this time are one: `timeout` and systemd send theirs twice at least
-_TOGETHER_S = 0.01  # ranks whose ends come within it ended together: one change for the others, not two
+_TOGETHER_S = 0.01  # ranks that end within this time ended together: one change for the others, not two
 
 
 @dataclass
@@ -118,8 +118,8 @@ class Crew:
         direct: bool,
         listens: bool = False,
     ) -> Process:
-        """Start one rank, as the leader of its own process group. direct: it writes to this process' own
-        output.
+        """Start one rank, as the leader of its own process group. direct: it writes to this process'
+        own output.
         listens: signals that end it wait until the rank listens for them (train/stopping.py).
 
         Raises OSError, ValueError or subprocess.SubprocessError.
@@ -131,7 +131,7 @@ class Crew:
             die_together(reader)
             die_with_parent(launcher)
             hear_all()
-            if listens:  # while it imports, half a module would be left, and the others without it
+            if listens:  # a signal in its imports would leave half a module
                 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
         with contextlib.ExitStack() as undo:

@@ -1,5 +1,5 @@
-"""`imece drill`: faults at random instants in the ranks of a running job. drill_record.py defines the
-words."""
+"""`imece drill`: faults at random instants in the ranks of a running job. drill_record.py defines
+the words."""
 
 from __future__ import annotations
 

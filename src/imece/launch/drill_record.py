@@ -74,8 +74,8 @@ class Record:
     plan: Plan
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[float, int]] = field(default_factory=list)
-    """At each change: (seconds since all ranks were resilient, finished steps of the rank that is
-    furthest)."""
+    """At each change: (seconds since all ranks were resilient, finished steps of the rank that
+    is furthest)."""
     resilient: bool = False
     """Whether all ranks were resilient at some time."""
     status: int | None = None

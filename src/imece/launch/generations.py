@@ -109,7 +109,7 @@ class Generations:
         self._never_joined: dict[int, int] = {}  # by slot: deaths in a row of members before they joined
         self._to_leave: set[int] = set()  # members that leave once the present leavers have left
         self._said: dict[int, int] = {}  # finished steps, as living members last said
-        self._renewals: tuple[int, int | None] = 0, None  # in a row, and the finished steps as of then
+        self._renewals: tuple[int, int | None] = 0, None  # how many in a row; finished steps then
 
     def start_all(self, now: float) -> Generation:
         """New members in all slots, as a generation of their own."""
@@ -183,8 +183,8 @@ class Generations:
         return self._finished or self.stopping
 
     def all_go_on(self, go_on: Callable[[Sequence[int]], bool]) -> bool:
-        """Whether all of them go on. A member that was taken in once counts, even if it has not said so
-        yet."""
+        """Whether all of them go on. A member that was taken in once counts, even if it has not said
+        so yet."""
         return go_on(self._veterans() or self._living())
 
     def leave(self, members: Collection[int]) -> Generation | None:
@@ -258,7 +258,7 @@ class Generations:
             self.joining.remove(member)
 
     def overdue(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict:
-        """Ranks have lost a peer, and no rank has ended for another reason; none will be seen to any more."""
+        """Ranks have lost a peer, no rank has ended for another reason, and none is expected to any more."""
         self.blame_at = None
         return self._after_failure(go_on, now)
 
@@ -285,8 +285,8 @@ class Generations:
                 return None
             too_few = f"; fewer than --min-ranks {least} were left" if living and all_go_on else ""
             return self._start_again(now, too_few) if self._limits.restart else self._end(too_few)
-        # A member that had not joined holds up nobody's steps: its death is no sign that the others are in a
-        # loop.
+        # A member that had not joined holds up nobody's steps: its death is no sign that the others are in
+        # a loop.
         joined = [member for member in self._failed if member in self.newest.members]
         if joined and not self.stopping and self._is_loop(now):
             return self._end(f", the {_LOOP}rd time in a row that ranks died without finishing a step")
@@ -298,8 +298,8 @@ class Generations:
         again = [ending for ending in lost.values() if ending.rank not in given_up]
         slots = () if self.stopping or self._finished else self._replaced(again)
         at_s = now + wait_s
-        # The others need a generation without those that our own signal has killed; people need no line about
-        # them.
+        # The others need a generation without those that our own signal has killed; people need no line
+        # about them.
         deaths = [ending.describe() for ending in lost.values() if not ending.by_our_signal]
         row = f", the {_TRIES}th in a row that died before it had joined" if given_up else ""
         follows = f"{row}; {_ranks(len(living))} on{_replacements(len(slots), wait_s)}"
@@ -369,13 +369,13 @@ class Generations:
         return known and self._deaths >= _LOOP
 
     def _after_not_joining(self, slots: Iterable[int]) -> tuple[float, set[int]]:
-        """Members that had not joined have died in these slots: how long to wait now, and which slots stay
-        empty."""
+        """Members that had not joined have died in these slots: how long to wait now, and which slots
+        stay empty."""
         wait_s, given_up = 0.0, set()
         for slot in slots:
             count = self._never_joined.pop(slot, 0) + 1
             if count == _TRIES:
-                given_up.add(slot)  # whoever comes there all the same, with its host, begins a new row
+                given_up.add(slot)  # a member that comes all the same, with its host, starts a new count
             else:
                 self._never_joined[slot] = count
                 wait_s = max(wait_s, min(2.0 ** (count - 1), _LONGEST_BACK_OFF_S))

@@ -102,8 +102,8 @@ class Host:
         environment: Callable[[Start, Host], Mapping[str, str]],
         number: int | None = None,
     ) -> None:
-        """crew: open. environment: makes that of a member's process here. number: of this host, if there are
-        several."""
+        """crew: open. environment: makes that of a member's process here. number: of this host, if there
+        are several."""
         self.crew = crew
         self.number = number
         self.endings: dict[int, Ending] = {}
@@ -347,7 +347,7 @@ class Host:
         open_world = status.left_early(self._store, member)
         wrapped = process.may_wrap and not status.has_closed(self._store, member)
         if failure is None and (open_world or wrapped) and 128 < code < 128 + signal.NSIG:
-            code = 128 - code  # so wrappers tell by which signal it died: it had decided nothing itself
+            code = 128 - code  # wrappers report the signal that killed what they run like this
         early = open_world and code == 0
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)

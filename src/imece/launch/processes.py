@@ -19,7 +19,7 @@ from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
 MOST_RANKS_PER_HOST = 1024  # more would be a typing error and exhaust the host
 _PR_SET_PDEATHSIG = 1
-_PRCTL = ctypes.CDLL(None).prctl  # found here: a child between fork and exec must not take the loader's lock
+_PRCTL = ctypes.CDLL(None).prctl  # here: a child between fork and exec must not take the loader's lock
 _PARENT_GONE = 143
 SAID = 2
 """The exit status of a command that has reported a user's mistake."""

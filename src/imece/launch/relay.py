@@ -45,7 +45,7 @@ class Relay:
         self._log_files: dict[int, LogFile] = {}
         self._open: dict[int, tuple[IO[bytes], RankOutput]] = {}  # pipes to read, by descriptor
         self._outlets = _outlets()  # stdout, stderr
-        self._waited_for: dict[Outlet, int] = {}  # those that did not take all, each with a descriptor of it
+        self._waited_for: dict[Outlet, int] = {}  # those that did not take all, by a descriptor
         self._holds_back = False  # ranks' pipes are not read, as too much waits
         self._is_released = self._is_closed = False
         self._read_by: set[int] = set()  # our own outputs that are pipes, if a rank writes to them directly

@@ -38,9 +38,9 @@ def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """While open, the first SIGTERM or SIGHUP raises SystemExit(128 + number), so that `finally` runs as
-    after Ctrl-C; later ones do not interrupt that. Signals that this process was started to ignore stay
-    ignored.
+    """While open, the first SIGTERM or SIGHUP raises SystemExit(128 + number), so that `finally` runs
+    as after Ctrl-C; later ones do not interrupt that. Signals that this process was started to ignore
+    stay ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

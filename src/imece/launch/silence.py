@@ -53,8 +53,8 @@ class Silence:
         return self._silent_for(self.limit_s) if self.limit_s else []
 
     def suspects(self) -> list[int]:
-        """Members that have been silent for at least half the limit: others may be waiting for one of
-        them."""
+        """Members that have been silent for at least half the limit: others may be waiting for one
+        of them."""
         return self._silent_for(self.limit_s / 2)
 
     def forgive(self) -> None:

@@ -288,7 +288,7 @@ def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) ->
     if path is None:
         raise UserError("there is no program 'srun' on PATH, though SLURM_JOB_ID is set")
     inherited = {name: value for name, value in environ.items() if name not in _OF_THE_ALLOCATION}
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and srun's tasks would too
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would srun's tasks
         signal.signal(number, signal.SIG_DFL)
     # --disable-status: the first Ctrl-C goes to the ranks, which save, and not into a report of srun's.
     words = [*srun(layout), "--disable-status", "--input=none", *command]

@@ -270,7 +270,7 @@ def _run_rank(
     if inherited is not None:
         listener, collects = inherited
         os.close(listener)
-        gc.freeze()  # to destroy what the parent holds, a store say, would wait for threads that only it has
+        gc.freeze()  # destroying the parent's store would wait for threads that only it has
         if collects:
             gc.enable()
         faulthandler.enable(file=2)  # PYTHONFAULTHANDLER does this in a fresh process
@@ -280,8 +280,8 @@ def _run_rank(
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as raised:  # noqa: BLE001  (SystemExit too: the parent reports it)
-        # Asking only for the number of GPUs in the parent is enough to break CUDA here, and only the copy
-        # notices.
+        # Asking only for the number of GPUs in the parent is enough to break CUDA here, and only the
+        # copy notices.
         bad_copy = torch.cuda._is_in_bad_fork() and "forked subprocess" in str(raised)
         error = _cannot_be_copied(fn) if bad_copy else raised
         trace = "".join(traceback.format_exception(error))

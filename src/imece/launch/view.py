@@ -69,8 +69,8 @@ class View:
 
 
 def known_pid(store: dist.Store, member: int, started: int) -> int | None:
-    """The process that a living member says it is: `started`, or one that this has started (if it is a
-    wrapper)."""
+    """The process that a living member says it is: `started`, or one that this has started (if it is
+    a wrapper)."""
     pid = status.pid_of(store, member)
     return pid if pid is not None and is_in_group(pid, started) else None
 

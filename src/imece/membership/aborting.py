@@ -104,8 +104,8 @@ class Aborting:
 
 
 def device_backends() -> list[Any]:
-    """torch's backends that are only for other devices (Gloo's are for all), of all groups, the last one
-    first."""
+    """torch's backends that are only for other devices (Gloo's are for all), of all groups, the last
+    one first."""
     found: dict[int, Any] = {}
     names = dict(dist.distributed_c10d._world.pg_names)  # other threads ask too, while one makes groups
     for group in sorted(names, key=lambda each: names[each], reverse=True):  # NCCL's own order

@@ -39,8 +39,8 @@ def catch_up(
 ) -> None:
     """Give the whole training state of rank `root` to the ranks behind it. All ranks of `group` call this.
 
-    receives: whether this rank is behind. device: of the model. frozen: include the parameters that are not
-    trained.
+    receives: whether this rank is behind. device: of the model. frozen: include the parameters that are
+    not trained.
     """
     sends = group.rank() == root
     left_out = set() if frozen else state.frozen_names()

@@ -1,5 +1,5 @@
-"""The ranks of a host map copies of each other's parts; after a death, the copies of all hosts restore
-everything.
+"""The ranks of a host map copies of each other's parts; after a death, the copies of all hosts
+restore everything.
 
     copy    of one rank's part, after each of its last two steps (copy.py)
     set     the copies of all ranks of a generation; a rank maps those of its host

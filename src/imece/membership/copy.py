@@ -170,8 +170,8 @@ class Copy:
         self._held, self._sources, self._still = None, [], []
 
     def pin(self) -> None:
-        """Let a GPU write into it directly, several times as fast as through a buffer of CUDA's; until
-        `close`.
+        """Let a GPU write into it directly, several times as fast as through a buffer of CUDA's;
+        until `close`.
 
         Does nothing if the system does not allow locking so much memory.
         """

@@ -1,5 +1,5 @@
-"""Gradients that a step keeps for the next one are lost when ranks change; rank 0 warns of that
-beforehand."""
+"""Gradients that a step keeps for the next one are lost when ranks change; rank 0 warns of
+that beforehand."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Member:
         world = mesh.world
         assert world.member is not None and world.master_addr and world.master_port
         self.mesh, self.number = mesh, world.member
-        self.steps = 0  # finished ones, for the launcher: one that makes none again and again is given up
+        self.steps = 0  # finished: the launcher gives up a member that makes none again and again
         self.where = Where(lambda: self.steps)
         self._meeting = (world.master_addr, world.master_port)
         own = world.agent_port
@@ -221,8 +221,8 @@ class Member:
                     end(over)
 
     def _end_failed(self) -> None:
-        """After an error of NCCL, perhaps nobody has ended, and no new generation comes by itself: ask for
-        one."""
+        """After an error of NCCL, perhaps nobody has ended, and no new generation comes by itself: ask
+        for one."""
         with self._moving:
             error = gpu_errors.error_on_gpus() if self._has_groups else ""
             if error and self._goes_on:

@@ -45,6 +45,6 @@ class Modes:
         self._flags, self.noted = (trains, wants), noted
 
     def _now(self) -> tuple[list[bool], list[bool]]:
-        with torch._C.DisableTorchFunctionSubclass():  # or a freed parameter's flag would take a microsecond
+        with torch._C.DisableTorchFunctionSubclass():  # or a freed one's flag takes a microsecond
             wants = [each.requires_grad for each in self._parameters]
         return [each.training for each in self._modules], wants

@@ -2,8 +2,7 @@
 
     set      the copies that the ranks of a generation made together; a higher number is a later one
     place    which part of the whole a copy holds: its maker's rank among those that divide the model. One
-    copy
-             of each place is everything. With hybrid strategies each host has all places
+             copy of each place is everything. With hybrid strategies each host has all places
     maker    the rank that made a copy, in the generation of its set
     holder   a rank of the new generation that can read it
 
@@ -81,8 +80,8 @@ def travelling(offers: Sequence[Offer], hosts: Sequence[Collection[int]]) -> lis
 def handed_over(
     places: Sequence[int], hosts: Sequence[Collection[int]], leaving: Collection[int]
 ) -> list[Handed]:
-    """What would be lost with leaving hosts, and who takes it. places: of the copy that each rank has
-    made."""
+    """What would be lost with leaving hosts, and who takes it. places: of the copy that each rank
+    has made."""
     staying = [rank for rank in range(len(places)) if rank not in leaving]
     stay = {places[rank] for host in hosts if not set(host) <= set(leaving) for rank in host}
     go = sorted({places[rank] for rank in leaving} - stay)

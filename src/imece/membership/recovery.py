@@ -1,15 +1,12 @@
 """After a death: the next generation, the state of whoever is furthest, and on with the same steps.
 
     replicate   every rank holds everything. Survivors are at the same step or one apart, since a finished
-    step
-                had its sum on all of them. Whoever is furthest gives its state to those behind, and what a
-                step
-                has already done is not done twice (block.py)
+                step had its sum on all of them. Whoever is furthest gives its state to those behind, and what
+                a step has already done is not done twice (block.py)
     sharded     each rank holds a part that nobody else has, and keeps a copy of it (copies.py). All take the
                 newest step that is complete in the copies: the step under way is made again, or nothing is.
                 Parts of frozen parameters are copied once; parameters in memory that ranks share need no
-                copy,
-                since any survivor has all of them
+                copy, since any survivor has all of them
 
 A replacement builds its model alone and comes in at a border between steps: then all move to a generation
 that includes it, in which it is one of those behind. Members that are to leave enter one more generation:
@@ -117,7 +114,7 @@ class Recovery:
         self._has_frozen = False  # has all frozen parameters, of which others have parts
         self._asked = False  # a rank of this host asked for new copies before the last step
         self._sums = _NO_SUMS  # finished sums of this generation, at the last copy
-        self._again: int | None = None  # steps to be made again, until the first one of this generation is
+        self._again: int | None = None  # steps to make again, until this generation has finished one
         self._states: dict[str, str] = {}  # packed states by finished steps, the last three
         self.without_copies = self._no_copies_at_all
         """Why there are no copies, the same on all ranks; "" if there are."""
@@ -167,8 +164,8 @@ class Recovery:
             self._copy(step)
 
     def note_state(self, step: int) -> None:
-        """Note the present state as that of so many finished steps. `begin` and `finished` have noted it
-        once."""
+        """Note the present state as that of so many finished steps. `begin` and `finished` have noted
+        it once."""
         self._states[str(step)] = packed(self._state())
 
     def is_as_noted(self, step: int) -> bool:
@@ -180,8 +177,8 @@ class Recovery:
         return float(self.member.newest), float(not self._fits)
 
     def border(self, step: int, newest: float, anew: float) -> bool:
-        """After `step` steps, with the largest values that any rank said. Returns whether all should move on
-        now."""
+        """After `step` steps, with the largest values that any rank said. Returns whether all should move
+        on now."""
         if anew:
             self._exchange(step)
         return newest > self.member.generation
@@ -223,8 +220,8 @@ class Recovery:
         return self.member.newest > self.member.generation
 
     def recover(self, error: BaseException | None, step: int) -> Recovered:
-        """Into the next generation, after `error`; None: this member joins. step: finished steps of this
-        rank.
+        """Into the next generation, after `error`; None: this member joins. step: finished steps of
+        this rank.
 
         Raises `error` itself if no member is gone. LostStateError if nobody has the state of all parts.
         SystemExit, with status 0, for a member that was to leave: the others have what it had.
@@ -239,7 +236,7 @@ class Recovery:
         while True:
             patience_s = self._patience(error)
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # they hold groups, whose ends others wait for
+                traceback.clear_frames(error.__traceback__)  # frames hold groups, which must end
             generation = self.member.move(patience_s, self._model.leave)
             if generation is None:
                 assert error is not None
@@ -259,8 +256,8 @@ class Recovery:
             return Recovered(generation, step, lost_steps, time.monotonic() - began)
 
     def _patience(self, error: BaseException | None) -> float:
-        """How long the launcher may take to see a death behind `error`. Raises `error` if there can be
-        none."""
+        """How long the launcher may take to see a death behind `error`. Raises `error` if there can
+        be none."""
         if isinstance(error, _OthersLeftError):
             return math.inf  # the launcher has to say when they are gone
         if error is None or is_peer_gone(error) or isinstance(error, MovedOnError):
@@ -310,7 +307,7 @@ class Recovery:
                 )  # fmt: skip
             self._block.begin(notes[furthest]["updates"])
         state = notes[furthest]["states"].get(str(begin))
-        if state is None:  # back at a checkpoint, which a rank that joins has read but for what is not in it
+        if state is None:  # back at a checkpoint: a rank that joins has read it
             mine_now = packed(self._state())
             state = gather_json(mine_now, mesh.world_group, mesh.device, "state of the checkpoint")[furthest]
         self._take(unpacked(state))
@@ -353,7 +350,7 @@ class Recovery:
         """Copy what this rank alone holds, unless all must exchange copies first."""
         sums = self._model.reducer.sums
         if sums == self._sums:
-            ops.barrier(group=self._model.process_group)  # a step without a sum does not tell how far all are
+            ops.barrier(group=self._model.process_group)  # without a sum nobody knows how far all are
         self._sums = sums
         self._asked = self._copies.asked(step)
         self._fits = not self._asked and self._copies.write(step, self._training_state.own())

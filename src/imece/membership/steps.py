@@ -33,8 +33,8 @@ class Step:
         self.index = loop.done
         """The number of steps made before this one."""
         self.made = False
-        """Whether this rank has made the step. False: another rank's death has left the block before its
-        end."""
+        """Whether this rank has made the step. False: another rank's death has left the block before
+        its end."""
         self._loop, self._begin = loop, begin
         self.entered = False
 

@@ -39,8 +39,8 @@ class Stream:
         self.raw_table = self._broadcast(table).numpy().tobytes()
 
     def chunks(self, step: int) -> Iterator[tuple[int, Tensor]]:
-        """(first byte, in the slot or behind it, and the bytes) of each chunk, in order; all ranks go through
-        them."""
+        """(first byte, in the slot or behind it, and the bytes) of each chunk, in order; all ranks go
+        through them."""
         most = min(CHUNK_BYTES, max(self.slot_bytes, self.still_bytes))
         buffer = torch.empty(most, dtype=torch.uint8, device=self._device)
         end = self.slot_bytes + self.still_bytes

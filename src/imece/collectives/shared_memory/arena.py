@@ -1,10 +1,10 @@
 """`shared_empty`: tensors in memory that every rank of the host can map.
-
-Collectives on such tensors need no staging copy: a rank reads the others' data where it lies. Blocks are cut
-from arenas (segments of this process), first fit; a block goes back when the last tensor on it is gone. An
-arena whose last block is gone is kept as a spare for the next tensor, since making one (and mapping it in
-every rank) costs more than most collectives on it. Beyond 128 MiB of spares, the oldest go back to the
-system.
+ Collectives on such tensors need no staging copy: a rank reads the others' data where
+it lies. Blocks are cut from arenas (segments of this process), first fit; a block
+goes back when the last tensor on it is gone. An arena whose last block is gone is
+kept as a spare for the next tensor, since making one (and mapping it in every rank)
+costs more than most collectives on it. Beyond 128 MiB of spares, the oldest go back
+to the system.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Arenas:
         self._settle()
 
     def _settle(self) -> None:
-        """Take back returned blocks. A thread that holds the lock meanwhile looks again after letting it
-        go."""
+        """Take back returned blocks. A thread that holds the lock meanwhile looks again after letting
+        it go."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:

@@ -254,8 +254,8 @@ class Board:
         self._pidfds.clear()
 
     def _wait_for_late_ranks(self) -> None:
-        """Wait a moment for ranks that are still joining: they need this segment's descriptor, and this
-        process."""
+        """Wait a moment for ranks that are still joining: they need this segment's descriptor, and
+        this process."""
         deadline = time.monotonic() + _JOIN_LIMIT_S
         while late := {other for other in self.others if not self.words[other][JOINED]}:
             if late <= set(self.dead()) or time.monotonic() > deadline:

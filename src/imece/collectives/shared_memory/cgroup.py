@@ -1,5 +1,5 @@
-"""The memory that a container, a SLURM job or a systemd unit allows: the limits of this process' control
-groups.
+"""The memory that a container, a SLURM job or a systemd unit allows: the limits of this process'
+control groups.
 
 A limit holds for a group and all below it, so each ancestor counts. Version 2 has one tree, version 1 one for
 memory. In a container the path may be that of the host, of which only the root is visible: missing groups are

@@ -61,8 +61,8 @@ class DirectCalls(GroupBase):
             self._run_small(small, source, target, label)
 
     def open(self, tensor: Tensor, label: str = "") -> list[Tensor] | None:
-        """Every rank's `tensor` where it lies, in rank order; None, on all ranks, unless all are in shared
-        memory.
+        """Every rank's `tensor` where it lies, in rank order; None, on all ranks, unless all are in
+        shared memory.
 
         tensor: flat, on the CPU, of one dtype and size on all ranks. From here until all ranks have called
         `barrier_now`, a rank may read and write its agreed part of all of them.
@@ -194,8 +194,8 @@ class DirectCalls(GroupBase):
     def _steps(
         self, op: str, tensor: Tensor, source: Tensor, target: Tensor, reduce_op: str = "", root: int = -1
     ) -> tuple[int, Steps]:
-        """(fingerprint, steps) of a collective. tensor: must be alike on all ranks; source: the same,
-        flat."""
+        """(fingerprint, steps) of a collective. tensor: must be alike on all ranks; source: the
+        same, flat."""
         small = self._small(op, tensor.dtype, tensor.shape, reduce_op, root)
         if small is not None:
             return small.fingerprint, small.steps(source, target, self._label)

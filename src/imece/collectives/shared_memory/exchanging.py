@@ -87,9 +87,9 @@ def gather(engine: Engine, fingerprint: int, source: torch.Tensor, target: torch
 
 
 def spread(engine: Engine, fingerprint: int, tensor: torch.Tensor, root: int) -> Steps:
-    """broadcast in place from `root`, uint8, flat. In shared memory each rank writes an even share of the
-    root's bytes into the tensors of all: a chunk comes from memory once, and from the cache for further
-    ranks.
+    """broadcast in place from `root`, uint8, flat. In shared memory each rank writes an even share of
+    the root's bytes into the tensors of all: a chunk comes from memory once, and from the cache for
+    further ranks.
     """
     everybody, rank = range(engine.world_size), engine.rank
     engine.enter(fingerprint, tensor)

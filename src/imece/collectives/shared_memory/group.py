@@ -72,8 +72,8 @@ def _addend(tensor: Tensor, opts: Any) -> tuple[Tensor, Callable[[], None]]:
 
 
 def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
-    """The group that really moves this tensor: another one for a GPU's tensor in a "cpu:shm,cuda:nccl"
-    group."""
+    """The group that really moves this tensor: another one for a GPU's tensor in a
+    "cpu:shm,cuda:nccl" group."""
     other = group._others.group(tensor, group) if type(group) is SharedMemoryGroup else None
     return other if other is not None else group
 

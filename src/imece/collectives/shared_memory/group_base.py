@@ -57,8 +57,8 @@ class GroupBase(dist.ProcessGroup):
         self._close = weakref.finalize(self, _close, os.getpid(), self._runner, self._board)
 
     def sleep_at_once(self) -> None:
-        """From now on a thread that waits in this group leaves its core to others at once, instead of polling
-        first."""
+        """From now on a thread that waits in this group leaves its core to others at once, instead of
+        polling first."""
         self._runner.may_spin = False
 
     # Attributes and methods that torch expects of a group.
@@ -71,8 +71,8 @@ class GroupBase(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it moves. torch uses them to choose where a state dict travels, for
-        one."""
+        """The devices whose tensors it moves. torch uses them to choose where a state dict travels,
+        for one."""
         return [torch.device(device) for device in self._others.asked(self)]
 
     def _get_backend(self, device: torch.device) -> Any:

@@ -92,7 +92,7 @@ class Posted:
             self._own.append(own)
             self._helped.append(helped)
             self._words.append(range(first, word))
-        self._sheet = shared_empty(word, torch.int64).zero_()  # held as long as this, as its memory is then
+        self._sheet = shared_empty(word, torch.int64).zero_()  # held as long as this object
         self._sheets = [words_of(sheet.view(torch.uint8)) for sheet in open_sheet(self._sheet)]
         self._mine = self._sheets[self._rank]
         numels = tuple(ranks[0].numel() for ranks in offered)
@@ -212,8 +212,8 @@ class Posted:
         return self._make(item)
 
     def _make(self, item: _Item) -> bool:
-        """Whether the item was made. It is not if a rank took its tensor back meanwhile: that rank has seen
-        this one's word if this one does not see the withdrawal."""
+        """Whether the item was made. It is not if a rank took its tensor back meanwhile; if this rank does
+        not see that, the other one sees this rank's word, and raises."""
         if not self._is_posted(item.tensor):
             self._mine[item.word] = 0
             self._to_do = deque(each for each in self._to_do if each.tensor != item.tensor)

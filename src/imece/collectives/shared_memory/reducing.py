@@ -112,8 +112,8 @@ def chunks_of(
 ) -> list[Chunk]:
     """One row of all ranks' tensors, in chunks that fit the cache.
 
-    ranks: in their order, [numel] each. The sum goes to the rows of `readers`, or to `output` if there are
-    none.
+    ranks: in their order, [numel] each. The sum goes to the rows of `readers`, or to `output` if there
+    are none.
     """
     start, stop = row
     if start == stop:

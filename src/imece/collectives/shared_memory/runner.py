@@ -136,8 +136,8 @@ class Runner:
                 self._board.ring(self._board.rank)
 
     def disown(self) -> None:
-        """In a forked child: every later call raises. The other ranks are told nothing, as this rank did not
-        fail."""
+        """In a forked child: every later call raises. The other ranks are told nothing, as this rank did
+        not fail."""
         board = self._board
         self._error = self._error or CollectiveError(
             f"this process (pid {os.getpid()}) is a forked copy of rank {board.rank} "
@@ -175,8 +175,8 @@ class Runner:
         self._wake_worker()
 
     def _refused(self, finish: Finish) -> bool:
-        """On a group that has failed, end an asynchronous call with the error in its work, without raising
-        here.
+        """On a group that has failed, end an asynchronous call with the error in its work, without
+        raising here.
 
         The failure may be in work that nobody has waited for yet. Whoever waits for all works in order hears
         the cause first, and only then that nothing after it was possible.
@@ -300,8 +300,8 @@ def abort_all(error: CollectiveError) -> None:
 
 
 def _disown_after_fork() -> None:
-    """In a forked child: what it does in memory that it shares with the ranks would be taken for its parent's
-    work."""
+    """In a forked child: what it does in memory that it shares with the ranks would be taken for its
+    parent's work."""
     for runner in _living:
         runner.disown()
 

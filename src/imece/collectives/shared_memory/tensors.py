@@ -93,8 +93,8 @@ def check_dense(tensor: Tensor) -> None:
 
 
 def check_written(tensor: Tensor) -> None:
-    """ValueError for a tensor that no result can be written to; torch would say so only after the
-    exchange."""
+    """ValueError for a tensor that no result can be written to; torch would say so only after
+    the exchange."""
     check_dense(tensor)
     if not tensor.is_contiguous() and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

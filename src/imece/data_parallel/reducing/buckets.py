@@ -45,7 +45,7 @@ class Bucket:
     pending: int = 0  # slots that are not ready
     work: Pending | torch.futures.Future[Any] | None = None
     attached: bool = True  # whether it has memory; see shard.py
-    scale: torch.Tensor | float | None = None  # of gradients on their way into it; None: not known yet
+    scale: torch.Tensor | float | None = None  # factor for its gradients; None: not known yet
 
     def let_go(self) -> None:
         """Let go of its memory and of what is under way in it."""
@@ -73,8 +73,8 @@ class Gradients:
     all: list[Bucket]
     """The buckets in the order in which they leave."""
     slots: list[Slot]
-    """One slot per parameter, in registration order; slots stay the same objects when buckets are laid out
-    anew."""
+    """One slot per parameter, in registration order; slots stay the same objects when buckets are laid
+    out anew."""
     is_whole = False
     """Whether `.grad` is a view into its bucket; otherwise each rank keeps only its part of the gradient."""
     borrows = False
@@ -117,8 +117,8 @@ class Gradients:
         """The sum of a bucket is complete."""
 
     def rebuild(self, came: Sequence[int], arrivals: Sequence[tuple[int, float]], overlap: bool) -> None:
-        """Lay out whole buckets anew, in the order in which gradients came in the first backward; all ranks
-        do.
+        """Lay out whole buckets anew, in the order in which gradients came in the first backward; all
+        ranks do.
 
         came: numbers of parameters. arrivals: (bytes, time) of each, in that order. overlap: whether buckets
         leave while backward goes on.

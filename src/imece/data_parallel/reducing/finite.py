@@ -16,8 +16,8 @@ class Finite:
         self._group = group
         self._found: list[str] = []
         self.brought: dict[int, list[str]] = {}
-        """After a backward: names of parameters whose gradient was not finite, by the rank that brought
-        it."""
+        """After a backward: names of parameters whose gradient was not finite, by the rank that
+        brought it."""
 
     def look(self, bucket: Bucket) -> None:
         """Before the sum: one pass over the bucket, and over its parameters only if something is wrong."""

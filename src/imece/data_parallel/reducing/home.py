@@ -22,8 +22,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Home:
-    """The home streams of one model's parameters. On a CPU, where everything has one order, there are
-    none."""
+    """The home streams of one model's parameters. On a CPU, where everything has one order, there
+    are none."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         there = [each for each in parameters if has_streams(each)]
@@ -36,9 +36,9 @@ class Home:
         return bool(self._streams)
 
     def of(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Inside, work is queued behind what the home stream and the current stream of `device` have so far,
-        on the home stream. Later work on the current stream comes behind it. `device` must be the current
-        one.
+        """Inside, work is queued behind what the home stream and the current stream of `device` have so
+        far, on the home stream. Later work on the current stream comes behind it. `device` must be the
+        current one.
         """
         stream = self._streams.get(device)
         return _NOTHING if stream is None or is_current(stream) else _on(stream)
@@ -60,7 +60,7 @@ def _on(home: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _node(parameter: torch.Tensor) -> Any:
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # its memory may be gone for now
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # it may be freed now
         leaf = parameter.view_as(parameter).grad_fn
         assert leaf is not None
         return leaf.next_functions[0][0]

@@ -64,8 +64,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def step(parameters: Iterable[torch.Tensor]) -> None:
-    """Step each optimizer of each parameter that has a gradient, then set the gradient to None, as torch
-    does."""
+    """Step each optimizer of each parameter that has a gradient, then set the gradient to None, as
+    torch does."""
     for parameter in parameters:
         if parameter.grad is not None:
             for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]

@@ -97,8 +97,8 @@ class Leaving:
         posting.post(bucket)
 
     def all_ready_leave(self) -> bool:
-        """Send the buckets whose turn it is, up to the first that is not full. Returns whether all have
-        left."""
+        """Send the buckets whose turn it is, up to the first that is not full. Returns whether all
+        have left."""
         buckets = self._gradients.all
         if not self._next and self._posting is not None:
             self._leave_together(self._posting)
@@ -127,8 +127,8 @@ class Leaving:
                 self.watch.left(BucketTrace(bucket.index, bucket.flat.nbytes, ready, launched), bucket)
 
     def before_their_turn(self, buckets: Sequence[Bucket], fill: Callable[[Bucket], None]) -> None:
-        """Send each of these that has not left yet. fill: puts zeros or kept gradients in place of missing
-        ones."""
+        """Send each of these that has not left yet. fill: puts zeros or kept gradients in place of
+        missing ones."""
         for bucket in buckets:
             if bucket.index not in self.gone:
                 self.gone.add(bucket.index)

@@ -58,8 +58,8 @@ class Posting:
         self._group.sum_posted(self._posted, self._label)
 
     def take_back(self) -> None:
-        """Take back what was posted in a backward that raised. CollectiveError if others have summed some of
-        it."""
+        """Take back what was posted in a backward that raised. CollectiveError if others have summed some
+        of it."""
         self._posted.take_back()
 
 

@@ -1,5 +1,5 @@
-"""Parameters in several wrapped models: an encoder used by two, a module wrapped within another, or wrapped
-anew.
+"""Parameters in several wrapped models: an encoder used by two, a module wrapped within another, or
+wrapped anew.
 
 In one backward, one model reduces such a parameter: the first one with it that the backward reaches, which is
 the same on every rank. The buckets of the others leave with zeros in its place, and they leave its `.grad`

@@ -30,8 +30,8 @@ def at_end(tell: _Tell) -> weakref.ref[_Tell]:
 
 
 def behind(output: torch.Tensor) -> Edges:
-    """Where the gradient of an output goes on. For a view, that of its base, as the view may get another
-    history.
+    """Where the gradient of an output goes on. For a view, that of its base, as the view may get
+    another history.
 
     A hook on the output may keep this. If it kept the node of the output itself, neither would ever be freed.
     """

@@ -35,8 +35,8 @@ class Used:
         self._counts: array[int] = array("i")  # the flags that were sent last
         self._rates: list[float] = []
         self._digest = b""
-        # uint8: flags by parameter, then the digest and its complement. This rank's, and the largest of all
-        # ranks'
+        # uint8: flags by parameter, then the digest and its complement. This rank's, and the largest of
+        # all ranks'
         self._told = torch.zeros(many + len(_NO_RATES), dtype=torch.uint8, device=self._device)
         self._largest = torch.empty_like(self._told)
         self._coming: Pending | torch.Tensor | None = None
@@ -52,8 +52,8 @@ class Used:
         """Tell what this rank used. fired, touched: by parameter, not 0 if this backward or an earlier one
         used it.
 
-        rates: learning rates, which must be the same on all ranks; empty if they are unknown or do not
-        matter.
+        rates: learning rates, which must be the same on all ranks; empty if they are unknown or do
+        not matter.
         """
         counts = array("i", map(max, fired, touched)) if any(touched) else fired
         if counts != self._counts:  # they seldom change, and copying to a GPU waits for all it has to do
@@ -112,8 +112,8 @@ class Used:
         )
 
     def newly_unused(self, absent: Collection[int]) -> bool:
-        """Whether now no rank used one of these, or any parameter at all, and that is new; alike on all
-        ranks.
+        """Whether now no rank used one of these, or any parameter at all, and that is new; alike on
+        all ranks.
 
         absent: parameters that this rank did not use.
         """

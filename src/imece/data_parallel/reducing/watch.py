@@ -20,8 +20,8 @@ class Watch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.computed: torch.cuda.Event | None = None
-        """On a GPU, in the latest backward: recorded when its stream has the last gradient, before it
-        waits."""
+        """On a GPU, in the latest backward: recorded when its stream has the last gradient, before
+        it waits."""
         self.last: StepTrace | None = None
         self._step = StepTrace(time.perf_counter())
         self._lock = threading.Lock()

@@ -47,8 +47,8 @@ def most_under_way(groups: ShardGroups, device: torch.device, schedule: str | No
 
 
 def units_at_once(schedule: str | None) -> int:
-    """Units that are gathered at a time in forward: one runs and one comes; between hosts one comes in each
-    lane."""
+    """Units that are gathered at a time in forward: one runs and one comes; between hosts one comes in
+    each lane."""
     return 1 + (mesh.LANES if schedule == "hierarchical" else 1)
 
 

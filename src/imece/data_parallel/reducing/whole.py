@@ -104,8 +104,8 @@ class WholeGradients(Gradients):
             pass
 
     def _moved(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Slot]]:
-        """(old view, slot) for views that were moved out of a bucket; each slot gets a view of the bucket
-        again."""
+        """(old view, slot) for views that were moved out of a bucket; each slot gets a view of the
+        bucket again."""
         if bucket.slots[0].view.data_ptr() == self._addresses[bucket.slots[0].index]:
             return
         for slot in bucket.slots:

@@ -19,7 +19,7 @@ class Accumulated:
         self._kinds = kinds
         self.summed: set[int] = set()
         self._stepped: set[int] = set()  # kinds that have stepped since their gradients were zeroed
-        self._added_to: set[int] = set()  # parameters with gradients of such a step, in this backward
+        self._added_to: set[int] = set()  # parameters whose stepped gradients this backward adds to
         self._mixed: set[int] = set()
         self._has_warned = False
 
@@ -29,8 +29,8 @@ class Accumulated:
         self._added_to = {at for at in live if self._kinds[at] in self._stepped}
 
     def came(self, summed: Collection[int], frozen: Collection[int]) -> None:
-        """The backward is over. summed: parameters that some rank used; frozen: parameters that nothing
-        steps."""
+        """The backward is over. summed: parameters that some rank used; frozen: parameters that
+        nothing steps."""
         self.summed.update(summed)
         self._mixed |= {self._kinds[at] for at in self._added_to.intersection(summed).difference(frozen)}
 

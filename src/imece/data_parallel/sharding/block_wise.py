@@ -37,8 +37,8 @@ def block_of(optimizer: Optimizer) -> int:
 
 
 def elements_per(optimizer: Any) -> Mapping[str, int]:
-    """For tensors of the optimizer's state, by name: how many elements of the parameter share one element of
-    theirs.
+    """For tensors of the optimizer's state, by name: how many elements of the parameter share one element
+    of theirs.
 
     0 means all of them, whatever the sizes. For names that are missing the size tells. An optimizer can say
     so itself with an attribute `elements_per`.
@@ -59,8 +59,8 @@ def elements_per(optimizer: Any) -> Mapping[str, int]:
 
 
 def join(optimizer: Any, parameter: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Put the inner tensors together to a tensor of torchao's. ValueError if this optimizer keeps no such
-    tensors."""
+    """Put the inner tensors together to a tensor of torchao's. ValueError if this optimizer keeps no
+    such tensors."""
     if not hasattr(optimizer, "_subclass_zeros"):
         raise ValueError(f"{type(optimizer).__name__} keeps nothing made of {', '.join(inner)}")
     signed = "qmap" not in inner or bool((inner["qmap"] < 0).any())
@@ -77,8 +77,8 @@ def join(optimizer: Any, parameter: torch.Tensor, inner: Mapping[str, torch.Tens
 
 
 def followed(optimizer: Optimizer) -> Follow:
-    """A function of a parameter and a part of it: makes the optimizer treat the part as it treats the
-    parameter."""
+    """A function of a parameter and a part of it: makes the optimizer treat the part as it treats
+    the parameter."""
     library = _library(optimizer)
     if library == "bitsandbytes":
         return _bitsandbytes(optimizer)
@@ -92,8 +92,8 @@ def _library(optimizer: Optimizer) -> str:
 
 
 def _bitsandbytes(optimizer: Any) -> Follow:
-    """It keeps what it is told about single parameters by their id, and again by their place in its
-    groups."""
+    """It keeps what it is told about single parameters by their id, and again by their place in
+    its groups."""
     told = optimizer.mng
     optimizer.check_overrides()  # overrides by module, which it otherwise looks up in its first step
     for at, group in enumerate(optimizer.param_groups):
@@ -112,7 +112,7 @@ def _bitsandbytes(optimizer: Any) -> Follow:
 
 def _torchao(optimizer: Any) -> Follow:
     """It decides by the size of the tensor that it makes a state for."""
-    by_size, known = type(optimizer)._new_buffer, weakref.ref(optimizer)  # which keeps what is made here
+    by_size, known = type(optimizer)._new_buffer, weakref.ref(optimizer)  # it keeps what is made here
     quantised: set[int] = set()  # ids of parts; the optimizer keeps the parts alive
 
     def new_buffer(parameter: torch.Tensor, signed: bool) -> torch.Tensor:

@@ -22,8 +22,8 @@ class BorrowedMemory:
     def __init__(
         self, stores: Sequence[Store], division: Division, lane: Lane, *, keeps: bool = True
     ) -> None:
-        """stores: by bucket. lane: for copies out of this memory. keeps: memory that is given back stays
-        here."""
+        """stores: by bucket. lane: for copies out of this memory. keeps: memory that is given back
+        stays here."""
         self._keeps = keeps or not division.strategy.gradients
         self._stores, self._lane = stores, lane
         self._dtype, self._in_reach = division.precision.reduce, division.in_reach

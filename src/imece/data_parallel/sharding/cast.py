@@ -1,5 +1,5 @@
-"""The dtypes of a sharded model, of its buffers and of its frozen parameters, with the meaning they have in
-FSDP.
+"""The dtypes of a sharded model, of its buffers and of its frozen parameters, with the meaning they have
+in FSDP.
 
 Buffers and frozen parameters are cast once. Buffers are saved in their former dtype. Those of batch norms are
 left alone: torch wants their statistics to have at least the bits of their parameters.
@@ -47,8 +47,8 @@ class MixedPrecision:
         return sum(each.numel() * (dtype or each.dtype).itemsize for _, each in named)
 
     def check(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """ValueError that names a complex parameter: a cast by `param` or `reduce` would keep only its real
-        part."""
+        """ValueError that names a complex parameter: a cast by `param` or `reduce` would keep only its
+        real part."""
         for what, dtype in (("param", self.param), ("reduce", self.reduce)):
             for name, each in named if dtype is not None and not dtype.is_complex else ():
                 if each.is_complex():

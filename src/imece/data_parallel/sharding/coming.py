@@ -63,8 +63,8 @@ class Coming:
         return self._came is None and bool(self._kinds)
 
     def wait(self) -> None:
-        """When this returns, they have come for the current stream. Raises what `Pending.wait` raises, each
-        time."""
+        """When this returns, they have come for the current stream. Raises what `Pending.wait` raises,
+        each time."""
         if self._came is None:
             self._work.wait()
             if self._device is not None:

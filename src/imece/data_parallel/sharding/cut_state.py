@@ -1,7 +1,7 @@
 """Cuts an optimizer's state for whole parameters down to the state for one rank's parts.
 
-groups: for each of the optimizer's groups, the parameters that the program gave it before parts replaced
-them.
+groups: for each of the optimizer's groups, the parameters that the program gave it before parts
+replaced them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A parameter whose memory is freed for now: it knows its shape, and any use of it says what to do
-instead."""
+"""A parameter whose memory is freed for now: it knows its shape, and any use of it says what to
+do instead."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def fill_state(sharding: Sharding, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def loading(sharding: Sharding) -> Iterator[None]:
-    """Inside, values copied into parameters with fewer bits than their masters go into the masters
-    unrounded."""
+    """Inside, values copied into parameters with fewer bits than their masters go into the
+    masters unrounded."""
     stores = [store for store in sharding.stores if store.has_more_bits]
     copied = _Copied([parameter for store in stores for parameter in store.members])
     with copied:
@@ -77,7 +77,7 @@ class _Copied(TorchFunctionMode):
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._dtypes = {id(each): each.dtype for each in parameters}
-        self.by_id: dict[int, torch.Tensor] = {}  # not what has a parameter's own dtype: masters know better
+        self.by_id: dict[int, torch.Tensor] = {}  # not of the parameter's own dtype: masters have more bits
 
     def __torch_function__(
         self,

@@ -220,7 +220,7 @@ class Gathering:
         """A bucket of this unit has left, with all its gradients."""
         unit = self.units[number]
         unit.left += 1
-        if unit.left == len(unit.flats):  # never of one with frozen ones, which leave nothing
+        if unit.left == len(unit.flats):  # never with frozen ones, whose buckets do not leave
             self._free([unit])
 
     def settle(self) -> None:
@@ -255,8 +255,8 @@ class Gathering:
     # What is there.
 
     def _gather(self, unit: Unit, then: Iterable[Unit], *, at_end: bool = True) -> None:
-        """Gather a unit now and start others. at_end: the caller is inside of a backward, whose end frees the
-        unit."""
+        """Gather a unit now and start others. at_end: the caller is inside of a backward, whose end frees
+        the unit."""
         if at_end and not self._ending:
             self._ending = True
             _queue_callback(self._end)
@@ -267,8 +267,8 @@ class Gathering:
         self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in self.units if each.is_there))
 
     def _free(self, units: Iterable[Unit]) -> None:
-        """Free units. Afterwards RuntimeError that names a parameter into which somebody wrote: that is
-        lost."""
+        """Free units. Afterwards RuntimeError that names a parameter into which somebody wrote: that
+        is lost."""
         if self._held:
             return
         lost = [(name, unit) for unit in units if (name := unit.free()) is not None]

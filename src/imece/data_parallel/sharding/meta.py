@@ -32,8 +32,8 @@ class Filling:
     def __init__(
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup, init: Init | None
     ) -> None:
-        """ValueError, before anything is changed, for a module that nothing fills. A collective of
-        `group`."""
+        """ValueError, before anything is changed, for a module that nothing fills. A collective
+        of `group`."""
         self._device, self._init = device, init
         self._left = set(range(len(units)))
         self._modules: list[list[tuple[str, nn.Module]]] = [[] for _ in units]  # children before parents

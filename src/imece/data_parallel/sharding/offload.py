@@ -11,8 +11,8 @@ other asks the lane:
 
     within      a collective reads what comes up
     reuse       memory is written again while a copy down may still read it
-    wait        the host reads what came down, or writes what goes up; what the device is told later comes
-    behind
+    wait        the host reads what came down, or writes what goes up; later work of the device comes behind
+                it
 
 (Ren et al. 2021 describe the optimizer's side; their delayed step, which is not bit-equal, is left out.)
 """

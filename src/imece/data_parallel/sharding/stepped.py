@@ -193,8 +193,8 @@ class SteppedParts:
         self.after(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
-        """A step begins: its own, or that of an optimizer that shares its groups, perhaps inside of its
-        own."""
+        """A step begins: its own, or that of an optimizer that shares its groups, perhaps inside of
+        its own."""
         if optimizer is not self.optimizer and self._in_step not in (None, optimizer):
             return
         if self._model.reducer.has_unsummed and self._parameters:
@@ -251,8 +251,8 @@ class SteppedParts:
         self._add(param_group)
 
     def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
-        """Note whose parts these are: other ranks' state dicts have the same keys and mostly the same
-        shapes."""
+        """Note whose parts these are: other ranks' state dicts have the same keys and mostly the
+        same shapes."""
         if self.is_divided:
             state[_WHOSE] = whose(self.optimizer, self._sharding)
 

@@ -75,8 +75,8 @@ class Store:
     parameters: torch.Tensor  # [numel]
     own: torch.Tensor  # [shard_numel], what other ranks get: a view of `parameters` unless gathered
     master: torch.Tensor  # `own` itself unless that has fewer bits or lies elsewhere; see offload.py
-    # For a unit gathered on a GPU, each gather casts `own`: then it is the master, even if that has more
-    # bits.
+    # For a unit gathered on a GPU, each gather casts `own`: then it is the master, even if that has
+    # more bits.
     parts: list[Part]
     gradient: torch.Tensor | None = None  # [shard_numel], where `master` lies; None: nothing came yet
     older: torch.Tensor | None = None  # what the sum under way will be added to
@@ -181,8 +181,8 @@ def make_stores(
     division: Division,
     fill: Callable[[int], None] | None,
 ) -> list[list[Store]]:
-    """The buckets of each layout. The model's parameters move into them; all ranks of the world group call
-    this.
+    """The buckets of each layout. The model's parameters move into them; all ranks of the world group
+    call this.
 
     fill: gives a unit's parameters memory and values, if they have none. It runs unit by unit, so that a rank
     has no more than one whole unit.

@@ -3,10 +3,9 @@
     torch.nn.utils.clip_grad_norm_    the norm over all ranks, by torch's arithmetic
     torch.nn.utils.clip_grad_value_   this rank's parts
     torch.nn.utils.get_total_norm     of parts' gradients: the norm over all ranks
-    a step of an optimizer that `parallelize` did not get    refused, unless it shares the groups of one that
-    it
-                                                             got, from around it (SAM, Lookahead): that one
-                                                             acts
+    step of another optimizer         of one that `parallelize` was not given: refused, unless it wraps one
+                                      that was given and shares its groups (SAM, Lookahead): then that one
+                                      acts
 
 A sharded parameter's own `.grad` is None, so torch's functions would silently do nothing. In an optimizer's
 groups they would find this rank's parts, and take the parts' norm for that of all. The same holds for a

@@ -2,8 +2,7 @@
 
 trained  parameters that want a gradient when the model is wrapped
 frozen   the others. If parameters are sharded, frozen ones lie in buckets of their own: with a unit and a
-shard
-         on each rank, and without gradients, masters and an optimizer
+         shard on each rank, and without gradients, masters and an optimizer
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ class Trained:
         units: Sequence[Unit] = (),
         param: torch.dtype | None = None,
     ) -> Trained:
-        """For frozen parameters, which nothing steps. param: the dtype of those that can be cast; None: their
-        own."""
+        """For frozen parameters, which nothing steps. param: the dtype of those that can be cast; None:
+        their own."""
         numbers = unit_numbers(model, units, [each for _, each in named]) if units else None
         dtypes = [param if param and can_be_cast(each) else each.dtype for _, each in named]
         return cls(named, [FROZEN] * len(named), numbers, dtypes, (), {})

@@ -1,8 +1,7 @@
 """The units of a model: modules whose parameters are gathered and freed as one.
 
     own      this rank's shard of a bucket, in separate memory; in the host's, if parameters are offloaded. On
-    a
-             GPU it is the masters, if these have more bits, and each gather casts them
+             a GPU it is the masters, if these have more bits, and each gather casts them
     full     the whole bucket; the parameters are views of it, for good
     freed    the storage of `full` has size 0, and the parameters are FreedParameters
     coming   `full` has memory again, and an all-gather fills it
@@ -80,8 +79,8 @@ class Flat:
             self.full.record_stream(here)
 
     def give_back(self) -> None:
-        """Give its memory back; it is reused once all streams that came here have done their work until
-        now."""
+        """Give its memory back; it is reused once all streams that came here have done their work
+        until now."""
         self.full.untyped_storage().resize_(0)
         self._taken_on = None
 

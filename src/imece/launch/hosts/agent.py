@@ -52,8 +52,8 @@ def launch_here(
     rank_silent_s: float = 10.0,
     watch: Callable[[WideView], None] | None = None,
 ) -> int:
-    """Run `command` as this host's ranks, together with the agents of the other hosts; returns the exit
-    status.
+    """Run `command` as this host's ranks, together with the agents of the other hosts; returns the
+    exit status.
 
     As launch/local.py, on several hosts. job: a name that all agents must give. watch: called in a thread of
     its own, with a view that shows something while this host leads. UserError if the other agents cannot be

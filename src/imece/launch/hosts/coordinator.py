@@ -3,8 +3,7 @@
 view      the hosts in the job, as all of them must know it (succession.py)
 heard     a host has answered that it knows the newest view, and follows
 settled   all have answered. Only now the purpose of the view is carried out: lost hosts' members are given
-up,
-          new hosts get members, or the job of a lost coordinator goes on
+          up, new hosts get members, or the job of a lost coordinator goes on
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Coordinator:
         self._far: dict[int, Far] = {}
         """Hosts that follow, or will follow from the next view on."""
         self._heard: set[int] = set()
-        self._lost: dict[int, str] = {}  # how, of those to be given up once the view is settled
+        self._lost: dict[int, str] = {}  # how hosts were lost that the next view gives up
         self._new: set[int] = set()  # hosts to be taken in then
         self._empty: set[int] = set()  # in the job, but without members
         self._told_to_wait: set[int] = set()

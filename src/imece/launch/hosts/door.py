@@ -85,8 +85,8 @@ class Door:
                 await self._incoming(sock, address, peer)
 
     async def _introduced(self, sock: socket.socket, address: str) -> Hello | None:
-        """Who is coming in; None, with a complaint, if it does not prove that it may, or does not say who it
-        is."""
+        """Who is coming in; None, with a complaint, if it does not prove that it may, or does not say who
+        it is."""
         task = asyncio.current_task()
         assert task is not None
         try:

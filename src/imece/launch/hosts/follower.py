@@ -184,7 +184,7 @@ class Follower:
                     self._dial_others()
             case {"do": "fence", "why": str(why)}:
                 here.turn = Seek(why)
-            case {"do": "over"} if here.outcome is None:  # one that has left may see the end of the job too
+            case {"do": "over"} if here.outcome is None:  # a host that has left may see this too
                 here.outcome = to_outcome(message, here.me)
 
     def _start(self, message: dict[str, Any]) -> None:

@@ -57,8 +57,8 @@ async def demand(sock: socket.socket, token: bytes) -> None:
 
 
 async def _nonce(sock: socket.socket) -> bytes:
-    """The other side's nonce. Its first bytes show whether it is an agent, so another program need not send
-    more."""
+    """The other side's nonce. Its first bytes show whether it is an agent, so another program need not
+    send more."""
     magic = await read_exactly(sock, len(MAGIC))
     if magic[:-1] != MAGIC[:-1]:
         raise HandshakeError("it is no agent of imece")

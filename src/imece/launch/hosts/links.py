@@ -151,8 +151,8 @@ class Links:
         return None
 
     def _doubt(self, link: Link) -> None:
-        """Another process claims to be this host: it may have been started again before its end was
-        noticed."""
+        """Another process claims to be this host: it may have been started again before its end
+        was noticed."""
         if link.number not in self._checked:
             self._checked.add(link.number)
             self._spawn(self._end_if_gone(link))

@@ -97,8 +97,8 @@ class Network:
         return events
 
     def listen(self, address: str, port: int = 0) -> int:
-        """Take links at `address` alone, at a free port for port 0; returns the port. Once, and before
-        `dial`.
+        """Take links at `address` alone, at a free port for port 0; returns the port. Once, and
+        before `dial`.
 
         UserError if that is impossible.
         """
@@ -130,8 +130,8 @@ class Network:
         self._call(self._links.drop, host)
 
     def probe(self, address: Address, within_s: float) -> Literal["there", "refused", "silent"]:
-        """Whether an agent listens there; refused: the machine says that nothing does. Waits for the
-        answer."""
+        """Whether an agent listens there; refused: the machine says that nothing does. Waits for
+        the answer."""
         probing = self._links.probe(address, within_s)
         return asyncio.run_coroutine_threadsafe(probing, self._loop).result()[0]
 

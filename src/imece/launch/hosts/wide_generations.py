@@ -46,8 +46,8 @@ class WideGenerations(Generations):
         self._started_s = dict.fromkeys(self.slots, 0.0)
 
     def follow_up(self, newest: Generation | None, members: int) -> None:
-        """There may have been a newer generation, and more members (`members` numbers), than is known
-        here."""
+        """There may have been a newer generation, and more members (`members` numbers), than is
+        known here."""
         self._members = max(self._members, members)
         if newest is not None and newest.number > self.newest.number:
             self.newest = newest

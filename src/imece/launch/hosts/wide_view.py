@@ -80,8 +80,8 @@ class WideView:
         return self._known.newest
 
     def generation(self, number: int) -> Generation:
-        """A generation that was seen here; one that was over at once may not have been, and then has no
-        members."""
+        """A generation that was seen here; one that was over at once may not have been, and then has
+        no members."""
         return self._known.generations.get(number, Generation(number, ()))
 
     def all_resilient(self, members: Iterable[int]) -> bool:
