@@ -51,7 +51,7 @@ class Announced(NamedTuple):
     reduce_op: str = ""  # of REDUCE_OPS
     root: int = -1  # rank in the group
     label: str = ""  # the parameter or bucket, for errors
-    way: str = ""  # as of `explain`
+    way: str = ""  # as in `explain`
 
 
 class Fields(NamedTuple):

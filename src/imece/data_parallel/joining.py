@@ -91,7 +91,7 @@ class ShardedJoinHook(DDPJoinHook):
             model.has_joined = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """As of DDPJoinHook."""
+        """As in DDPJoinHook."""
         super().post_hook(is_last_joiner)
         self._model.sharding.note_versions()
 

@@ -97,7 +97,7 @@ class Sharding(Gradients):
     # Memory.
 
     def attach(self, bucket: Bucket) -> None:
-        """As of Gradients."""
+        """As in Gradients."""
         self.memory.lend(bucket)
 
     def let_go(self) -> None:
@@ -116,7 +116,7 @@ class Sharding(Gradients):
     # A backward.
 
     def when_over(self, tell: Callable[[Sequence[Bucket]], None]) -> None:
-        """As of Gradients: units of parameters that are gathered."""
+        """As in Gradients: units of parameters that are gathered."""
         if self.gathering is None:
             return
         known, teller = weakref.ref(self), weakref.WeakMethod(tell)

@@ -193,7 +193,7 @@ class ShardedDataParallel(DistributedDataParallel):
         super().leave()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As of DistributedDataParallel."""
+        """As in DistributedDataParallel."""
         self._begin_forward(torch.compiler.is_compiling())
         return super().forward(*inputs, **kwargs)
 
@@ -402,17 +402,17 @@ class ShardedDataParallel(DistributedDataParallel):
 
     @property
     def strategy(self) -> str:
-        """As of DistributedDataParallel."""
+        """As in DistributedDataParallel."""
         return self.sharding.strategy.name
 
     @property
     def parts(self) -> Sequence[Part]:
-        """As of DistributedDataParallel."""
+        """As in DistributedDataParallel."""
         return self.sharding.parts
 
     @property
     def frozen_parts(self) -> Sequence[Part]:
-        """As of DistributedDataParallel."""
+        """As in DistributedDataParallel."""
         return self.sharding.frozen_parts
 
     @property
@@ -422,11 +422,11 @@ class ShardedDataParallel(DistributedDataParallel):
 
     @property
     def frozen_names(self) -> list[str]:
-        """As of DistributedDataParallel, in registration order."""
+        """As in DistributedDataParallel, in registration order."""
         return [name for name, _ in self._frozen_shared or ()]
 
     def settle(self) -> None:
-        """As of DistributedDataParallel."""
+        """As in DistributedDataParallel."""
         self.sharding.settle()
 
     def take_over_masters(self) -> None:

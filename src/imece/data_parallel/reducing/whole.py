@@ -73,7 +73,7 @@ class WholeGradients(Gradients):
         self._lay(None)
 
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
-        """As of Gradients."""
+        """As in Gradients."""
         work = ops.all_reduce(
             bucket.flat, group=self._group, async_op=async_op, schedule=self._schedule, wire=self._wire,
             label=bucket.label,
@@ -131,7 +131,7 @@ class WholeGradients(Gradients):
         return flat[place.start : place.stop]
 
     def check_kind(self, slot: Slot) -> None:
-        """As of Gradients."""
+        """As in Gradients."""
         item, flat, parameter = self._items[slot.index], slot.bucket.flat, slot.parameter
         as_wrapped = parameter.dtype == flat.dtype and parameter.device == flat.device
         if not as_wrapped or parameter.numel() != item.numel:
@@ -177,7 +177,7 @@ class WholeGradients(Gradients):
             self._lay(order)
 
     def let_go(self) -> None:
-        """As of Gradients."""
+        """As in Gradients."""
         self._memory.clear()
         self._given.clear()
         del self._group
