@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -721,6 +722,34 @@ def gradients_are_in_the_optimizer(group: dist.ProcessGroup) -> None:
         assert sum(gathered(elements, group)) == sum(each.numel() for each in model.parameters())
 
 
+def steps_of_one_rank_alone(group: dist.ProcessGroup) -> None:
+    """Whole parameters are stepped by them, with a warning; parts would not be stepped."""
+    said = "SGD .*0.weight.* of this rank alone.* or by a backward in no_sync"
+    for strategy in strategies_on(group):
+        linear = nn.Sequential(nn.Linear(4, 4))
+        model, optimizer = parallelize(linear, momentum(linear), strategy, group)
+
+        def backward(model: nn.Module = model) -> None:
+            model(torch.full((2, 4), float(group.rank()))).sum().backward()
+
+        with model.no_sync():
+            backward()
+        backward()
+        with warnings.catch_warnings(action="error"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with model.no_sync():
+            backward()
+        if strategy == "replicate":
+            with pytest.warns(UserWarning, match=said):
+                optimizer.step()
+            with warnings.catch_warnings(action="error"):
+                optimizer.step()  # it is said once
+        else:
+            with pytest.raises(RuntimeError, match=said):
+                optimizer.step()
+
+
 def one_script_for_every_strategy(group: dist.ProcessGroup) -> None:
     for strategy in strategies_on(group):
         model, _ = Case().wrapped(strategy, group)
@@ -876,6 +905,7 @@ OTHERS: dict[str, Check] = {
     "gradients are in the optimizer": gradients_are_in_the_optimizer,
     "compiled": parity(Case(compiled, steps=3), but=["replicate", "zero1", "zero3"]),
     "names": names_of_parts,
+    "steps of one rank alone": steps_of_one_rank_alone,
     "one script for every strategy": one_script_for_every_strategy,
     "an optimizer zeroes its own": an_optimizer_zeroes_its_own,
     "refused": refused,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from imece import mesh as meshes
 from imece.data_parallel.across import across_model, refuse_whole_matrices
+from imece.data_parallel.alone import warn_of_steps_alone
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
@@ -141,6 +142,8 @@ def parallelize(
             model, process_group=groups.world, average=average, bucket_cap_mb=bucket_cap_mb,
             wire=wire, overlap=overlap,
         )  # fmt: skip
+        for each in optimizers:
+            warn_of_steps_alone(each, replicated)
         return _known(replicated, arranged, optimizers), made
     wrapped = ShardedDataParallel(
         model,

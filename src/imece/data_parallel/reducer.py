@@ -139,6 +139,19 @@ class Reducer:
         """Whether `.grad` becomes the whole mean over the ranks, whichever other model has the parameter."""
         return self.gradients.is_whole and self.average.over == "ranks"
 
+    def unsummed(self, parameters: Iterable[torch.Tensor]) -> str | None:
+        """The name of one of these that has a gradient of this rank alone, if there are other ranks."""
+        if self._touched == self._zeros or self.group.size() == 1:
+            return None
+        asked = {id(each) for each in parameters}
+        for slot, touched in zip(self.slots, self._touched, strict=True):
+            grad = slot.parameter.grad
+            if not touched or grad is None or id(slot.parameter) not in asked:
+                continue
+            if not self.sharing.has_reduced(slot.index, grad):  # nor by another model that has it
+                return slot.name
+        return None
+
     # Forward.
 
     def prepare(self) -> None:

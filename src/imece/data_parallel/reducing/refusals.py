@@ -6,6 +6,12 @@ import torch
 
 from imece.data_parallel.reducing.buckets import Slot
 
+FROM_ONE_RANK = (
+    "by a forward that did not go through the wrapped model (call model(...), not model.module(...) or a "
+    "method of it), or by a backward in no_sync() with none after it"
+)
+"""How a gradient comes that is of one rank alone."""
+
 
 def second(slot: Slot, is_whole: bool) -> RuntimeError:
     """Another gradient came after the parameter's bucket had left. is_whole: see Gradients."""

@@ -223,8 +223,7 @@ class SteppedParts:
         if alone:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} would leave out the gradient of {alone[0]}, which is of "
-                f"this rank alone: by a forward that did not go through the wrapped model (call model(...), "
-                f"not model.module(...) or a method of it), or by a backward in no_sync() with none after it"
+                f"this rank alone: {refusals.FROM_ONE_RANK}"
             )
 
     def after(self, optimizer: Optimizer) -> None:
