@@ -1,1 +1,1 @@
-"""Benchmarks: this host's collectives beside other libraries, two emulated hosts, a model's step."""
+"""The benchmarks of `imece bench`, and measurements that `imece doctor` and `imece plan --here` use."""

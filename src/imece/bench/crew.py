@@ -1,9 +1,9 @@
 """A crew: rank processes that carry out one order at a time and sleep in between.
 
-Libraries are compared round by round, so the ranks of all of them are alive at once. Ranks that wait
-for an order are blocked in read() on a socket and take no processor time from those being measured,
-whatever their library does while it waits for a message. Orders and answers are lines of JSON on a
-Unix socket in a folder that only this user can enter.
+Libraries are compared round by round, so the ranks of all of them are alive at once. Ranks that wait for an
+order are blocked in read() on a socket: they take no processor time from those being measured, however their
+library waits for messages. Orders and answers are lines of JSON on a Unix socket in a folder that only this
+user can enter.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SOCKET, _RANK, _PARENT = "IMECE_CREW_SOCKET", "IMECE_CREW_RANK", "IMECE_CREW_PA
 _SOURCES = str(Path(__file__).resolve().parents[2])
 
 Start = Callable[[Sequence[str], Mapping[str, str], BinaryIO], "subprocess.Popen[bytes]"]
-_RAISED = "failed in order"  # and its traceback follows
+_RAISED = "failed in order"  # the traceback follows
 
 
 class CrewError(RuntimeError):
     """A rank of a crew failed, ended or did not answer in time."""
 
     def brief(self) -> str:
-        """In one line: what a rank raised, or what became of it and the last that the ranks wrote."""
+        """In one line: what a rank raised, or what became of it and the last line that the ranks wrote."""
         what, *told = [line.strip() for line in str(self).splitlines() if line.strip()] or [""]
         if not told:
             return what
@@ -60,7 +60,7 @@ class Crew:
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
-        self.pids: list[int] = []  # of the ranks, in their order
+        self.pids: list[int] = []  # of the ranks, in order
         self._folder = Path(tempfile.mkdtemp(prefix="imece-crew-"))
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / "orders"))
@@ -76,10 +76,10 @@ class Crew:
         cls, name: str, module: str, size: int, *, extra: Sequence[Mapping[str, str]] | None = None,
         starts: Sequence[Start] | None = None, master_addr: str | None = None,
     ) -> Self:  # fmt: skip
-        """A crew with torchrun's environment variables and one thread a rank.
+        """A crew with torchrun's environment variables and one thread per rank.
 
         `starts[rank]` starts that rank (default: on this host). The store is served by this process on
-        loopback, or by rank 0 on `master_addr` if that is given. `extra[rank]` overrides variables of a rank.
+        loopback, or by rank 0 on `master_addr` if that is given. `extra[rank]` overrides a rank's variables.
         """
         crew = cls(name, size)
         try:
@@ -114,10 +114,10 @@ class Crew:
         return crew
 
     def ask(self, do: str, *, timeout_s: float = 300.0, **details: Any) -> list[dict[str, Any]]:
-        """Give every rank the order `do`; their answers in the order of ranks.
+        """Give every rank the order `do`; returns their answers in the order of ranks.
 
-        Raises CrewError, with the rank's traceback, if one of them fails, ends or takes too long. The
-        crew is of no use any more then.
+        CrewError, with the rank's traceback, if one fails, ends or takes too long. The crew cannot be used
+        afterwards.
         """
         for connection in self._sockets:
             try:
@@ -136,7 +136,7 @@ class Crew:
         self.close()
 
     def close(self) -> None:
-        """End all ranks: they leave by themselves when their socket closes, and are killed after 3 s."""
+        """End all ranks: they leave when their socket closes, and are killed after 3 s."""
         for connection in (*self._sockets, self._listener):
             connection.close()
         for line in self._lines:
@@ -221,15 +221,16 @@ class Crew:
 
 
 def slowest(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of the rank that took longest."""
+    """Seconds of the slowest rank."""
     return max(float(answer["seconds"]) for answer in answers)
 
 
 def serve(make: Callable[[], Any]) -> None:
-    """In a rank: carry out orders, each a method of what `make` gives, until the crew closes the connection.
+    """In a rank: carry out orders, each a method of the object from `make`, until the crew closes the
+    connection.
 
-    Then the rank ends; it also ends with whoever started it, even in the middle of an order. What `make`
-    gives may have a `rank`, where another launcher numbers them (MPI), and a `leave`, called at the end.
+    Then the rank ends. It also ends with the process that started it, even during an order. The object may
+    have a `rank`, if another launcher (MPI) numbers them, and a `leave`, called at the end.
     """
     die_with_parent(int(os.environ.get(_PARENT, os.getppid())))
     rank = make()
@@ -247,7 +248,7 @@ def serve(make: Callable[[], Any]) -> None:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
     if hasattr(rank, "leave"):
         rank.leave()
-    # Not through the interpreter's end: groups with a dead peer may wait there.
+    # Not by the interpreter's exit: groups with a dead peer may wait there.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""One rank of `imece doctor`: every collective once on a backend, each beside a reference."""
+"""One rank of `imece doctor`: runs every collective once on a backend, and compares with a reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from imece.world import LOOPBACK
 
 COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "send/recv")
 _TIMEOUT = timedelta(seconds=20)
-_NUMEL = 1000  # of each rank's part: an odd number of cache lines
+_NUMEL = 1000  # in each rank's part: an odd number of cache lines
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -42,13 +42,12 @@ class Rank:
         return {}
 
     def run(self, collective: str) -> dict[str, Any]:
-        """Run one of COLLECTIVES; whether the result is right."""
+        """Run one of COLLECTIVES; returns whether the result is right."""
         return {"right": self._cases()[collective]()}
 
     def links(self, ranks: int) -> dict[str, Any]:
-        """Latency and bandwidth between the first `ranks` of the default group, also as a line; the others,
-        which have nothing to say, wait for their next order.
-        """
+        """Latency and bandwidth between the first `ranks` of the default group, also as a line. The other
+        ranks return at once."""
         group = dist.new_group(list(range(ranks)))
         if self._rank >= ranks:
             return {}
@@ -67,7 +66,7 @@ class Rank:
         }
 
     def _values(self, rank: int, numel: int = _NUMEL) -> torch.Tensor:
-        """What `rank` puts in: small whole numbers, of which every sum is exact."""
+        """The values of `rank`: small whole numbers, so that every sum is exact."""
         return (torch.arange(numel) % 101 + 7 * rank).to(torch.float32)
 
     def _sum(self, numel: int = _NUMEL) -> torch.Tensor:
@@ -100,12 +99,12 @@ class Rank:
         return torch.equal(output, torch.cat([self._values(rank) for rank in range(self._size)]))
 
     def _send_and_receive(self) -> bool:
-        """Round the ring, all at the same time."""
+        """Send round the ring, all ranks at the same time."""
         left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         received = torch.empty(_NUMEL)
         ops.exchange([ops.Send(self._values(self._rank), right), ops.Recv(received, left)])
         return torch.equal(received, self._values(left))
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

@@ -1,6 +1,7 @@
-"""What the ranks of this machine reach, measured by all of them at the same time, as in a training step.
+"""Measures what the ranks of this machine reach, all at the same time, as in a training step.
 
-Products of large matrices, attention, bytes moved, the start of a small kernel, memory, and the links.
+It measures products of large matrices, attention, bytes moved, the start of a small kernel, memory, and the
+links.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from imece.train.precision import choose_precision, multiplies_bf16
 
 _LONG_S = 0.4
 _LIMIT_S = 120.0
-_SIDE = {"cpu": 512, "cuda": 8192}  # of square matrices
+_SIDE = {"cpu": 512, "cuda": 8192}  # rows of square matrices
 _MOVED = {"cpu": 16 * 2**20, "cuda": 1 << 30}  # bytes: more than caches hold
 ATTENTION = {
     "cpu": (1, 4, 256, 64),
     "cuda": (8, 16, 4096, 128),
-}  # sequences, heads, tokens, channels of a head
-MODEL = ("small", 2, 256)  # a preset, sequences, tokens of each
+}  # sequences, heads, tokens, channels per head
+MODEL = ("small", 2, 256)  # preset, sequences, tokens per sequence
 
 
 def measure_here(ranks: int) -> dict[str, Any]:
     """Figures of one rank while all `ranks` work: the slowest one's; links are the same on all.
 
-    Rates in operations and bytes a second, times in seconds. Raises what spawn does.
+    Rates are operations and bytes per second, times are in seconds. Raises what spawn raises.
     """
     found: list[dict[str, Any]] = spawn(_measure_rank, (), ranks, timeout_s=_LIMIT_S)
     slowest = {
@@ -94,7 +95,7 @@ def _measure_rank() -> dict[str, Any]:
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    """Of the fastest products that the hardware does."""
+    """The dtype of the hardware's fastest products."""
     if device.type == "cuda" and not multiplies_bf16(device):
         return torch.float16
     return choose_precision("auto", device).dtype
@@ -107,16 +108,16 @@ class _Together:
         self._mesh = mesh
 
     def best_s(self, run: Callable[[], object]) -> float:
-        """The best of all that fit into a while, in which all ranks do the same.
+        """The shortest of the runs that fit into some time, in which all ranks do the same.
 
-        What else runs here is no property of the machine: of short runs some are not disturbed, and a rank
-        with one thread counts its own time only.
+        Other programs are no property of the machine: some short runs are undisturbed, and a rank with one
+        thread counts only its own time.
         """
         cuda = self._mesh.device.type == "cuda"
         alone = not cuda and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
         took: list[float] = []
-        for least_s in (0.0, _LONG_S):  # the first one only makes ready
+        for least_s in (0.0, _LONG_S):  # the first round is a warm-up
             imece.barrier(group=self._mesh.world_group)
             until = time.perf_counter() + least_s
             took.clear()
@@ -135,7 +136,7 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _moved(together: _Together, device: torch.device) -> float:
-    """Bytes read and written a second."""
+    """Bytes read and written per second."""
     size = _MOVED[device.type]
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
@@ -143,7 +144,7 @@ def _moved(together: _Together, device: torch.device) -> float:
 
 
 def _attention(together: _Together, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Seconds of causal attention forward, and of forward and backward."""
+    """Seconds of causal attention: (forward, forward and backward)."""
     shape = ATTENTION[device.type]
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     direction = torch.randn(shape, device=device, dtype=dtype)
@@ -177,13 +178,13 @@ def _model(together: _Together, dtype: torch.dtype) -> float:
 
 
 def _memory(ranks: int, device: torch.device) -> int:
-    """Bytes a rank can have."""
+    """Bytes that a rank can have."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return allowed_bytes() // ranks
 
 
 def _outside(device: torch.device) -> int:
-    """Bytes of a GPU that the context and libraries took, with what other programs have there."""
+    """Bytes of a GPU taken by the context, libraries and other programs."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free - torch.cuda.memory_reserved(device))

@@ -1,4 +1,4 @@
-"""What a figure of a benchmark was measured on: the environment, the peers, and how busy the machine was."""
+"""What figures were measured on: the environment, other libraries, and how busy the machine was."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PEERS = ("mpi4py", "mpich", "deepspeed")
 
 
 def facts() -> dict[str, Any]:
-    """Machine and versions; a peer that is not installed is None."""
+    """Machine and versions; a library that is not installed is None."""
     return environment() | {peer: version(peer) for peer in _PEERS} | {"load_before": os.getloadavg()[0]}
 
 
 def describe() -> str:
-    """The same in a line."""
+    """The facts in one line."""
     return (
         f"{cpu_model()}, {usable_cores()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB; "
         f"Python {platform.python_version()}, torch {torch.__version__}; {load()}"
@@ -31,7 +31,7 @@ def describe() -> str:
 
 
 def load() -> str:
-    """ "load 1.3", and what it means for figures where it is more than there are cores."""
+    """ "load 1.3", with what it means for figures if it is more than the number of cores."""
     now = os.getloadavg()[0]
     busy = " (busy: figures will be worse than they could be)" if now > usable_cores() else ""
     return f"load {now:.1f}{busy}"

@@ -1,4 +1,4 @@
-"""`imece bench memory`: bytes of a rank by category, predicted from the layout and counted, per strategy."""
+"""`imece bench memory`: a rank's bytes by category and strategy, predicted from the layout and counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from imece.footprint import Offload
 MODULE = "imece.bench.step.rank"
 CATEGORIES = ("parameters", "gradients", "optimizer", "communication", "host")
 _COLORS = ("#0b5394", "#6fa8dc", "#b45f06", "#999999", "#6aa84f")
-CLOSE = 0.05  # counted and predicted differ by no more
+CLOSE = 0.05  # largest relative difference between counted and predicted
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Plan:
     models: tuple[str, ...] = tuple(MODELS)
     ranks: tuple[int, ...] = (2, 4)
     bf16: bool = False
-    """Parameters and buckets of gradients in bf16, masters in fp32; replicate has no such kind."""
+    """Parameters and buckets of gradients in bf16, masters in fp32; replicate has no such mode."""
     offload: Offload | None = None
-    """What is offloaded: into other memory of the same host here, which is counted as the host's."""
+    """What is offloaded: to other memory of the same host here, counted as the host's."""
     tokens: int = 128
     steps: int = 3
 
     def can_be(self, strategy: str) -> bool:
-        """Whether a strategy goes with the other options."""
+        """Whether a strategy supports the other options."""
         if self.offload == "parameters":
             return strategy == "zero3-gather"
         return strategy != "replicate" or not (self.bf16 or self.offload)
@@ -42,22 +42,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy: the rank that takes most."""
+    """One strategy, on the rank that needs most."""
 
     model: str
     ranks: int
     strategy: str
     parameters: int
-    """Of the model."""
+    """In the model."""
     predicted: dict[str, int]
     """Category -> bytes."""
     counted: dict[str, int]
     peak_bytes: int
-    """The most that was ever resident, interpreter and libraries included."""
+    """The peak of resident memory, with interpreter and libraries."""
 
     @property
     def apart(self) -> float:
-        """By which part counted and predicted differ in all."""
+        """Relative difference between the counted and predicted totals."""
         predicted = sum(self.predicted.values())
         return abs(sum(self.counted.values()) - predicted) / predicted
 
@@ -71,7 +71,7 @@ class Results:
 
     @property
     def far(self) -> list[Row]:
-        """Those whose counted bytes are not what was predicted."""
+        """Rows whose counted bytes are not close to the prediction."""
         return [row for row in self.rows if row.apart > CLOSE]
 
     def as_json(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(results: Results, path: Path, subtitle: str) -> None:
-    """Stacked bars: for each strategy what was predicted, hatched, beside what was counted."""
+    """Draw stacked bars: for each strategy the prediction, hatched, beside the count."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -178,7 +178,7 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """The categories; of the host's memory only where something lies there."""
+    """The categories; those of the host's memory only if something lies there."""
     return [name for name in CATEGORIES if name != "host" or any(row.counted[name] for row in rows)]
 
 

@@ -1,4 +1,4 @@
-"""The model whose step is measured: a small GPT, the same for every way of training it."""
+"""The model whose step is measured: a small GPT, the same for every way of training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Shape:
 
 
 REFERENCE = Shape(vocabulary=512, width=384, layers=6, heads=6, length=256)
-"""10.9M parameters. A step of 128 or 512 tokens takes one core of the machine of docs/benchmarks.md about
-140 or 440 ms."""
+"""10.9M parameters. A step of 128 or 512 tokens takes one core of docs/benchmarks.md's machine about 140 or
+440 ms."""
 
 LARGE = Shape(vocabulary=512, width=896, layers=10, heads=14, length=256)
-"""97.1M parameters: large enough for what a rank holds to be mostly that."""
+"""97.1M parameters, so many that a rank holds little else."""
 
 MIDDLE = Shape(vocabulary=8192, width=512, layers=8, heads=8, length=256)
 """29.5M parameters, of which the embedding is a seventh."""
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [batch, length, width], and so is the result."""
+        """x and the result: [batch, length, width]."""
         batch, length, width = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64[batch, length + 1]; the mean loss of predicting each from those before it."""
+        """tokens: int64[batch, length + 1]; returns the mean loss of predicting each from those before it."""
         positions = torch.arange(tokens.shape[1] - 1)
         hidden = self.blocks(self.tokens(tokens[:, :-1]) + self.positions(positions))
         logits = self.head(self.norm(hidden))
@@ -86,12 +86,12 @@ def new_decoder(shape: Shape) -> Decoder:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that all ways of training are measured with."""
+    """The optimizer for all ways of training."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def batch(shape: Shape, tokens: int, seed: int) -> torch.Tensor:
-    """Random int64[sequences, length + 1] in which `tokens` are predicted, in sequences as long as can be.
+    """Random int64[sequences, length + 1] with `tokens` targets, in the longest possible sequences.
 
     ValueError if `tokens` do not fill whole sequences.
     """

@@ -1,4 +1,4 @@
-"""Figures as a person reads them, and files as a program does."""
+"""Formats figures for people, reads options, and writes files for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def size_text(nbytes: int) -> str:
 
 
 def read_size(text: str) -> int:
-    """ "6MiB" -> 6291456. Raises UserError for anything else than a number with B, KiB, MiB or GiB."""
+    """ "6MiB" -> 6291456. UserError for anything but a number with B, KiB, MiB or GiB."""
     match = re.fullmatch(r"\s*([0-9]{1,12})\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or int(match[1]) == 0:
         raise UserError(f"{text!r} is not a size like 64KiB or 6MiB")
@@ -35,7 +35,7 @@ def read_size(text: str) -> int:
 def read_sizes(text: str) -> list[int]:
     """ "1KiB..256MiB" (each size four times the one before) or "1KiB,6MiB", or both mixed; ascending.
 
-    Raises UserError for anything else.
+    UserError for anything else.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -54,9 +54,8 @@ def read_sizes(text: str) -> list[int]:
 
 
 def read_choices(text: str, allowed: tuple[str, ...], what: str, *, or_none: bool = False) -> list[str]:
-    """ "a,b" -> ["a", "b"]. Raises UserError for a word that is not in `allowed`, which it names, and for no
-    word but with or_none.
-    """
+    """ "a,b" -> ["a", "b"]. UserError for a word that is not in `allowed`, which it names, and, unless
+    or_none, for no word."""
     chosen = [word.strip() for word in text.split(",") if word.strip()]
     for word in chosen:
         if word not in allowed:
@@ -67,7 +66,7 @@ def read_choices(text: str, allowed: tuple[str, ...], what: str, *, or_none: boo
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path`, whose folder is made. Raises UserError if that cannot be."""
+    """Write `content` to `path`, and make its folder. UserError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
@@ -76,25 +75,25 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
-    """What `error` says; of a file where a folder should be made, mkdir says that it exists."""
+    """The error's message; if a file is where a folder should be, mkdir says that it exists."""
     said = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
     return UserError(f"cannot write {path}: {said}")
 
 
 def check_ending(option: str, path: Path | None, endings: Sequence[str]) -> None:
-    """UserError for a folder, or another ending: a picture's format is that of its name."""
+    """UserError for a folder, or another ending: a picture's format follows its name."""
     if path is not None and (os.path.isdir(path) or path.suffix.lower() not in endings):
         raise UserError(f"{option} {path}: name a file that ends in {' or '.join(endings)}")
 
 
 def check_writable(path: Path | None) -> None:
-    """Say before minutes of measuring, not after them, that a result cannot be written."""
+    """UserError before minutes of measuring, not after them, if a result cannot be written."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
-        with path.open("ab"):  # permissions alone do not tell: root may write where there is no writing
+        with path.open("ab"):  # permissions alone do not tell: root may write, but not on a read-only disk
             pass
         if new:
             path.unlink()

@@ -1,4 +1,4 @@
-"""Bytes that a process has in memory at most, as the kernel tells."""
+"""Peak resident memory of this process, by the kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def peak_from_now_on() -> int | None:
-    """What is resident now, and `peak_bytes` counts from it; None if it cannot be made to.
+    """Reset the peak; returns what is resident now, or None if the peak cannot be reset.
 
-    What was freed is given back to the system before: used again, it would not be seen.
+    Freed memory is first returned to the system: if it were reused, the peak would miss it.
     """
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -22,7 +22,7 @@ def peak_from_now_on() -> int | None:
 
 
 def peak_bytes() -> int:
-    """The most that was resident. ValueError if the kernel does not tell."""
+    """The peak of resident memory. ValueError if the kernel does not tell."""
     lines = Path("/proc/self/status").read_text().splitlines()
     peak, *_ = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
     return 1024 * peak

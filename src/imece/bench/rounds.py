@@ -1,4 +1,4 @@
-"""Alternating rounds: every way of doing a thing once a round, so that a slow minute is slow for all."""
+"""Alternating rounds: each round runs every way once, so that a slow minute is slow for all."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import TypeVar
 
 import psutil
 
-_QUIET = 0.02  # of the processor time that there is: what others may take of it in a round that counts
-_MOST = 3  # times as many rounds as are asked for, before those with the least taken have to do
+_QUIET = 0.02  # share of processor time that others may take in a round that counts
+_MOST = 3  # times the rounds asked for, at most; then the quietest ones count
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What part of this machine's processor time its hypervisor gave to others ("steal"), from 0 to 1."""
+    """Share of this machine's processor time that its hypervisor gave to others ("steal"), from 0 to 1."""
 
     kept: tuple[float, ...] = ()
-    """In each of the rounds that count, in their order."""
+    """In each round that counts, in order."""
     dropped: tuple[float, ...] = ()
-    """In each of those that do not."""
+    """In each round that does not count."""
 
     @property
     def lines(self) -> list[str]:
-        """What a reader of the figures should know; nothing on a machine of one's own."""
+        """What a reader of the figures should know; nothing if no time was taken."""
         if not self.dropped and max(self.kept, default=0.0) < 0.01:
             return []
         line = f"others had {_range(self.kept)} of this virtual machine's processor in these rounds"
@@ -39,11 +39,10 @@ class Taken:
 def alternate(
     ways: Sequence[str], rounds: int, measure: Callable[[str], T]
 ) -> tuple[dict[str, list[T]], Taken]:
-    """What `measure(way)` gave in each of `rounds` rounds, by way. Each round begins with another way.
+    """For each way what `measure(way)` returned in each of `rounds` rounds. Rounds begin with different ways.
 
-    A round in which others had more than 2 % of the processor is made once more, until there are three times
-    as many as asked for; the rounds in which they had least count. Which ones those are does not depend on
-    what was measured.
+    A round in which others had more than 2 % of the processor is repeated, up to three times as many rounds
+    as asked for; then those with the least taken count. The choice does not depend on the measurements.
     """
     made: list[tuple[float, dict[str, T]]] = []
     quiet = 0
@@ -62,7 +61,7 @@ def alternate(
 
 
 def turned(ways: Sequence[T], turn: int) -> list[T]:
-    """Another one first in each turn."""
+    """The ways rotated, so that another one is first in each turn."""
     first = turn % len(ways)
     return [*ways[first:], *ways[:first]]
 
@@ -73,14 +72,14 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def odd_losses(losses: Mapping[str, float], near: float) -> list[str]:
-    """The ways that did not train the same model as most: `near` is how far apart rounding makes losses."""
-    numbers = [loss for loss in losses.values() if not math.isnan(loss)]  # no order has nan in it
+    """The ways that did not train the same model as most. near: how far apart rounding makes losses."""
+    numbers = [loss for loss in losses.values() if not math.isnan(loss)]  # NaN cannot be sorted
     middle = statistics.median_low(numbers) if numbers else 0.0
     return [way for way, loss in losses.items() if not abs(loss - middle) <= near * abs(middle)]
 
 
 def _processor_s() -> tuple[float, float]:
-    """Seconds that others had, and all there were, of all cores since the machine was started."""
+    """Seconds of all cores since boot: (taken by others, in all)."""
     times = psutil.cpu_times()
     whole = sum(times) - sum(getattr(times, part, 0.0) for part in ("guest", "guest_nice"))  # user's, again
     return getattr(times, "steal", 0.0), whole

@@ -1,7 +1,7 @@
-"""What was promised, beside what was measured.
+"""The promises for collectives and steps, and whether they were met.
 
-The figures below are wishes, not results: they were set before any of it was written, from a rough prototype
-on two idle cores. A target compares two times of one program: the other's by ours.
+The bounds are wishes, not results: they were set before anything was written, from a rough prototype on two
+idle cores. A target compares two times of one program: the other's over imece's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Target:
 
     @property
     def text(self) -> str:
-        """As the summary names it."""
+        """The target's text in the summary."""
         where = f"{self.ranks} ranks, {size_text(self.size_bytes)}, {self.library}"
         if self.against == "limit":
             return f"{where}: at least {self.least:.0%} of the limit"
@@ -40,7 +40,7 @@ class Target:
         return found >= self.least
 
     def figure(self, found: float) -> str:
-        """The measured ratio as a person reads it."""
+        """The measured ratio for people."""
         if self.against == "limit":
             return f"{found:.0%}"
         if self.least < 1:
@@ -71,21 +71,21 @@ HOSTS = (
 
 @dataclass(frozen=True)
 class StepTarget:
-    """One of imece's ways beside `against`, in a training step of `tokens` tokens a rank."""
+    """One of imece's ways beside `against`, in a training step of `tokens` tokens per rank."""
 
     tokens: int
     what: Literal["added", "speed", "memory", "time", "peak"]
-    """added: what it adds to a step without synchronisation is at most `bound` of what the other adds.
-    speed: tokens/s are at least `bound` times the other's. memory: what is resident after a
-    backward, pages that ranks share divided among them, is at most `bound` times.
-    time: a step takes at most `bound` times as long. peak: as much was ever resident, at most."""
+    """added: what it adds to a step without synchronisation is at most `bound` of what the other adds. speed:
+    its tokens/s are at least `bound` times the other's. memory: its resident memory after a backward, with
+    pages that ranks share divided among them, is at most `bound` times the other's. time: a step takes at
+    most `bound` times as long. peak: its peak of resident memory is at most `bound` times the other's."""
     against: str
     bound: float
     way: str = "imece"
 
     @property
     def text(self) -> str:
-        """As the summary names it."""
+        """The target's text in the summary."""
         promise = {
             "added": f"adds at most {self.bound:.0%} of what {self.against} adds",
             "speed": f"at least {self.bound:g} x the tokens/s of {self.against}",
@@ -97,13 +97,14 @@ class StepTarget:
         return f"{self.tokens} tokens a rank: {who}{promise}"
 
     def met(self, found: float) -> bool:
-        """Whether the measured figure is good enough; what torch DDP on shm adds must be undercut."""
+        """Whether the measured figure is good enough; it must be below what torch DDP on shm adds, not
+        equal."""
         if self.what == "speed":
             return found >= self.bound
         return found < self.bound or (found == self.bound and self.against != "torch-shm")
 
     def figure(self, found: float) -> str:
-        """The measured figure as a person reads it."""
+        """The measured figure for people."""
         return f"{found:.0%}" if self.what == "added" else times(found, self.bound)
 
 
@@ -142,12 +143,12 @@ STRATEGY = (
 
 _WORDS = {True: "met   ", False: "MISSED", None: "--    "}
 
-PARAMETER_COST_US = 8.0  # of processor time in backward, for each parameter
-PARAMETER_GROWTH = 1.25  # of that cost from 1,000 to 10,000 parameters: linear, but for noise
+PARAMETER_COST_US = 8.0  # of processor time in backward, per parameter
+PARAMETER_GROWTH = 1.25  # ratio of that cost at 10,000 and at 1,000 parameters: linear, up to noise
 
 
 class Promise(Protocol):
-    """A target, which is a dataclass, that knows how its figure reads."""
+    """A target (a dataclass) that knows how to print its figure."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -163,7 +164,7 @@ AnyPromise = TypeVar("AnyPromise", bound=Promise)
 
 
 def lines(targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | None]) -> list[str]:
-    """One line a target: met, missed, or not measured in this run. `found` gives the measured figure."""
+    """One line per target: met, missed, or not measured in this run. `found` gives the measured figure."""
     shown = []
     for target in targets:
         figure = found(target)
@@ -177,7 +178,7 @@ def lines(targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | N
 def as_json(
     targets: Sequence[AnyPromise], found: Callable[[AnyPromise], float | None]
 ) -> list[dict[str, Any]]:
-    """The same for a program; not measured is None."""
+    """The targets for a program; not measured is None."""
     return [asdict(target) | {"text": target.text, "measured": found(target)} for target in targets]
 
 
@@ -187,7 +188,7 @@ def verdict(met: bool | None, text: str, figure: str = "not measured in this run
 
 
 def times(found: float, bound: float) -> str:
-    """`found` in three digits, or in as many as tell it from the `bound` beside it: 1.4493 is not 1.45 x."""
+    """`found` with three digits, or enough to tell it from the `bound` beside it: 1.4493 is not 1.45 x."""
     digits = 3
     while found != bound and f"{found:.{digits}g}" == f"{bound:.{digits}g}":
         digits += 1
@@ -195,5 +196,5 @@ def times(found: float, bound: float) -> str:
 
 
 def without_verdict(line: str) -> str:
-    """A line of `verdict`, with the figure and without what it says of it."""
+    """A line of `verdict` without the verdict, but with the figure."""
     return f"  {_WORDS[None]}{line[2 + len(_WORDS[None]) :]}"

@@ -1,1 +1,1 @@
-"""Collectives beside other libraries."""
+"""Compares imece's collectives with other libraries'."""

@@ -1,8 +1,8 @@
 """`imece bench collectives`: the same operations by imece and by others, in alternating rounds.
 
-The ranks of every library are alive at once, each library's in its own turn; between turns they are
-blocked in read() (see crew.py). A round times every library once, starting with another one each time,
-so that whatever the machine does besides hits all of them alike.
+The ranks of all libraries are alive at once, but only one library's ranks work at a time; the others are
+blocked in read() (see crew.py). A round times every library once, each round in another order, so that other
+load on the machine hits all of them alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
     ranks: tuple[int, ...]
     ops: tuple[str, ...]
     sizes: tuple[int, ...]  # bytes
-    libraries: tuple[str, ...]  # of contenders.LIBRARIES
+    libraries: tuple[str, ...]  # names in contenders.LIBRARIES
     rounds: int
     least_s: float = 0.020
     """A round repeats the operation until it takes at least this long."""
@@ -55,21 +55,21 @@ class Result:
     right: bool
     repeat: int
     seconds: list[float] = field(default_factory=list)
-    """One figure a round: the slowest rank's time for one call."""
+    """One figure for each round: the slowest rank's time for one call."""
 
     @property
     def median_s(self) -> float:
-        """Over the rounds."""
+        """Median over the rounds."""
         return statistics.median(self.seconds)
 
     @property
     def algorithm_gbps(self) -> float:
-        """Bytes by time, in 1e9 bytes a second."""
+        """Bytes over time, in 1e9 bytes per second."""
         return self.size_bytes / self.median_s / 1e9
 
     @property
     def bus_gbps(self) -> float:
-        """Bytes that each rank's link must carry, by time: nccl-tests' bus bandwidth."""
+        """Bytes that each rank's link must carry, over time: nccl-tests' bus bandwidth."""
         return self.algorithm_gbps * bus_factor(self.op, self.ranks)
 
     def as_json(self) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def missing(library: str) -> str | None:
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> list[Result]:
-    """Measure everything in `plan`, printing the table line by line through `say`.
+    """Measure everything in `plan`, and pass the table line by line to `say`.
 
-    Raises CrewError if a rank of imece's or Gloo's fails; another library that fails is told and left out.
+    CrewError if a rank of imece or Gloo fails; any other library that fails is reported and left out.
     UserError if nothing is left.
     """
     results: list[Result] = []
@@ -136,7 +136,7 @@ HEADER = (
 
 
 def table_lines(results: Sequence[Result]) -> Iterator[str]:
-    """The lines of one size: `results` are one operation's at one size."""
+    """The lines for one size; `results` are one operation's at that size."""
     times = {result.library: result.median_s for result in results}
     for at, result in enumerate(results):
         ours = result.library.startswith("shm")
@@ -153,7 +153,7 @@ def table_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def ratio_in(results: Sequence[Result]) -> Callable[[Target], float | None]:
-    """How many times as fast as the target's other library ours was; None if one was not measured."""
+    """How many times as fast as the target's other library imece is; None if one was not measured."""
     times = {(r.ranks, r.op, r.size_bytes, r.library): r.median_s for r in results}
 
     def ratio(target: Target) -> float | None:
@@ -176,13 +176,13 @@ def as_json(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _mpiexec() -> str | None:
-    """The mpiexec that was installed beside this Python, or the one on the path."""
+    """The mpiexec installed beside this Python, or else the one on the path."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def _crews(plan: Plan, ranks: int, stack: ExitStack, say: Callable[[str], None]) -> dict[str, Crew]:
-    """The crew that holds each library; libraries that cannot start are told and left out."""
+    """The crew for each library; libraries that cannot start are reported and left out."""
     crews: dict[str, Crew] = {}
     torch_crew = stack.enter_context(
         Crew.of_ranks("torch", _MODULE, ranks, extra=[{"IMECE_BENCH_RANK": "torch"}] * ranks)
@@ -197,7 +197,7 @@ def _crews(plan: Plan, ranks: int, stack: ExitStack, say: Callable[[str], None])
                 assert mpiexec is not None
                 crews[library] = stack.enter_context(Crew.of_mpi(_MODULE, ranks, mpiexec))
             elif library == "deepspeed":
-                # LOCAL_SIZE is how DeepSpeed knows that all ranks share a host.
+                # LOCAL_SIZE tells DeepSpeed that all ranks share a host.
                 extra = {"IMECE_BENCH_RANK": "deepspeed", "LOCAL_SIZE": str(ranks)}
                 crews[library] = stack.enter_context(
                     Crew.of_ranks(library, _MODULE, ranks, extra=[extra] * ranks)
@@ -211,7 +211,7 @@ def _crews(plan: Plan, ranks: int, stack: ExitStack, say: Callable[[str], None])
 
 
 def _libraries(crews: dict[str, Crew], op: str) -> list[str]:
-    """Those that are here and know the operation."""
+    """The libraries that are here and have the operation."""
     knows = [each for each in LIBRARIES if op == "all_reduce" or each not in _ONLY_ALL_REDUCE]
     return [each for each in knows if each in crews]
 
@@ -251,7 +251,7 @@ def _measure(plan: Plan, crews: dict[str, Crew], ranks: int, op: str, size_bytes
 
 
 def _prepare_limit(crew: Crew, op: str, size_bytes: int, calls: int) -> tuple[float, int]:
-    """Seconds of one pass with the fastest chunk size, and that size's number."""
+    """(seconds of one pass with the fastest chunk size, that size's index)."""
     offers = [answer["offer"] for answer in crew.ask("offer_limit", op=op, size_bytes=size_bytes)]
     answers = crew.ask("prepare_limit", offers=offers, calls=calls)
     seconds = [max(answer["once_s"][at] for answer in answers) for at in range(len(CHUNKS_BYTES))]

@@ -1,7 +1,7 @@
-"""What is compared: the same four operations by several libraries, as one rank of each sees them.
+"""What is compared: the same four operations by several libraries, as seen by one rank of each.
 
-Sizes are nccl-tests': the bytes of the larger of input and output. All buffers are zeroed before they
-are timed, so that repeating a sum in place neither overflows nor slows down.
+Sizes are nccl-tests': the bytes of the larger of input and output. All buffers are zeroed before they are
+timed, so that repeated sums in place neither overflow nor slow down.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from imece.collectives import ops
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 LIBRARIES = ("shm", "shm ordinary", "gloo", "mpich", "deepspeed")
-"""In the order of the table; "shm" has its tensors in shared memory."""
+"""In the table's order; "shm" has its tensors in shared memory."""
 
-_PATTERN = 251  # prime, so that no two slices of a tensor look alike; sums of it are exact in fp32
+_PATTERN = 251  # prime, so that no two slices of a tensor are alike; its sums are exact in fp32
 
 
 def numel_of(size_bytes: int, world_size: int) -> int:
-    """Elements (fp32) of the larger buffer: `size_bytes`, rounded down so that all ranks' parts are equal."""
+    """Elements (fp32) of the larger buffer: `size_bytes`, rounded down so that all ranks have equal parts."""
     return max(1, size_bytes // 4 // world_size) * world_size
 
 
@@ -53,7 +53,8 @@ class Contender(ABC):
         """`op` on `whole` and `part`, ready to be called many times."""
 
     def prepare(self, op: str, size_bytes: int) -> bool:
-        """Allocate for `op`, run it once and tell whether the result is right; then zero the buffers."""
+        """Allocate for `op`, run it once, check the result, and zero the buffers. Returns whether it was
+        right."""
         self.release()
         numel = numel_of(size_bytes, self.world_size)
         self.whole = self.empty(numel)
@@ -85,7 +86,7 @@ class Contender(ABC):
         """Leave nothing behind on the host."""
 
     def release(self) -> None:
-        """Give the buffers back before the next size is allocated."""
+        """Free the buffers before the next size is allocated."""
         self.call = lambda: None
         self.whole = self.part = torch.empty(0)
 
@@ -141,7 +142,7 @@ class Mpich(Contender):
         self._world.Barrier()
 
     def close(self) -> None:
-        self._mpi.Finalize()  # without it MPICH leaves its segment in /dev/shm
+        self._mpi.Finalize()  # otherwise MPICH leaves its segment in /dev/shm
 
     def bind(self, op: str) -> Callable[[], Any]:
         world, mpi = self._world, self._mpi
@@ -162,7 +163,7 @@ class DeepSpeed(Contender):
 
         comm.init_distributed("gloo", verbose=False)
         super().__init__(dist.get_rank(), dist.get_world_size())
-        # Its Python function falls back to Gloo in silence; the operator itself does not.
+        # DeepSpeed's Python function falls back to Gloo silently; the operator does not.
         if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
             raise RuntimeError("DeepSpeed did not build its shared-memory operator")
         self._reduce = torch.ops.deepspeed.inference_all_reduce_
@@ -179,7 +180,7 @@ class DeepSpeed(Contender):
 
 
 def remove_deepspeed_segments(rank: int) -> None:
-    """DeepSpeed never removes its shared memory, which is named by user, address, port and rank."""
+    """Remove DeepSpeed's shared memory, which it never does; it is named by user, address, port and rank."""
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     for left in Path("/dev/shm").glob(f"*_{os.getuid()}_{address}_{port}_{rank}"):
         left.unlink(missing_ok=True)

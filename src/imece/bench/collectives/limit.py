@@ -1,8 +1,9 @@
-"""The limit: the bytes an operation must read and write, moved by plain torch operations without waiting.
+"""The limit: the bytes that an operation must read and write, moved by plain torch operations without
+waiting.
 
-Every rank owns one slice of the result. It reads that slice from the tensors of all ranks that hold a
-part of it and writes it to all that want it, in chunks that stay in cache between reading and writing.
-Nobody waits for anybody: what a collective on shared tensors cannot beat with these operations.
+Every rank owns one slice of the result. It reads that slice from all tensors that hold a part of it and
+writes it to all that need it, in chunks that stay in cache between reading and writing. Nobody waits for
+anybody, so no collective on shared tensors made of these operations can be faster.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from imece.bench.collectives.contenders import numel_of
 from imece.collectives.shared_memory import segment
 
 CHUNKS_BYTES = (64 * 2**10, 256 * 2**10, 2**20)
-"""Of one tensor; the fastest of them is the limit."""
+"""Chunk sizes per tensor; the fastest is the limit."""
 
 
 class Limit:
@@ -29,7 +30,8 @@ class Limit:
         self._op = ""
 
     def offer(self, op: str, size_bytes: int) -> tuple[int, int]:
-        """Allocate this rank's tensor; file descriptor and serial with which the others can map it."""
+        """Allocate this rank's tensor; returns the file descriptor and serial with which other ranks map
+        it."""
         self.release()
         self._op = op
         nbytes = 4 * numel_of(size_bytes, self.world_size)
@@ -38,7 +40,7 @@ class Limit:
         return self._own.fd, self._own.serial
 
     def attach(self, offers: list[tuple[int, int, int]]) -> None:
-        """Map the tensors of all ranks: (pid, fd, serial) of each."""
+        """Map the tensors of all ranks: (pid, fd, serial) for each."""
         assert self._own is not None
         for rank, (pid, fd, serial) in enumerate(offers):
             mapped = self._own if rank == self.rank else segment.attach(pid, fd, serial, populate=True)
@@ -72,8 +74,8 @@ class Limit:
              [tensor[at : min(at + step, stop)] for tensor in targets])
             for at in range(start, stop, step)
         ]  # fmt: skip
-        # all_gather's own part moves from the input to the own output, as in the operation itself.
-        # Written to now: pages that nobody has touched read as one page of zeros, from the cache.
+        # all_gather's own part moves from the input to the rank's own output, as in the operation itself.
+        # Written now, because untouched pages all read as the same page of zeros, from the cache.
         scratch = torch.ones(part) if self._op in ("all_gather", "reduce_scatter") else None
 
         def work() -> None:

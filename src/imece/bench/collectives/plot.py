@@ -9,7 +9,7 @@ from typing import Any
 from imece.bench.collectives.collectives import Result
 from imece.bench.report import size_text
 
-# Ours are drawn strong, the others thinner; colours that also differ in lightness.
+# imece's lines are thick, the others thinner; colours also differ in lightness.
 _STYLES: dict[str, dict[str, Any]] = {
     "shm": {"color": "#0b5394", "linewidth": 2.4, "marker": "o", "label": "imece shm, shared tensors"},
     "shm ordinary": {
@@ -66,7 +66,7 @@ def draw(results: Sequence[Result], path: Path, subtitle: str) -> None:
     figure.legend(
         list(named.values()), list(named), loc="outside lower center", ncols=3, fontsize=9, frameon=False
     )
-    lines = subtitle.replace("; load", "\nload")  # in one it is wider than one panel
+    lines = subtitle.replace("; load", "\nload")  # a single line would be wider than one panel
     figure.suptitle(f"Collectives on one host, one thread a rank\n{lines}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -15,11 +15,11 @@ from imece.bench.collectives.contenders import Contender, DeepSpeed, Imece, Mpic
 from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.collectives.shared_memory import shared_empty
 
-KIND = "IMECE_BENCH_RANK"  # which libraries this rank holds: "torch", "mpich" or "deepspeed"
+KIND = "IMECE_BENCH_RANK"  # the libraries of this rank: "torch", "mpich" or "deepspeed"
 
 
 class Rank:
-    """The orders of a rank. Every answer is a dict that JSON can carry."""
+    """Methods are orders. Every answer is a dict for JSON."""
 
     def __init__(self) -> None:
         self._contenders = _contenders(os.environ.get(KIND, "mpich"))
@@ -30,13 +30,13 @@ class Rank:
         self._work: dict[int, Callable[[], None]] = {}  # the limit's, by chunk size
 
     def prepare(self, library: str, op: str, size_bytes: int, calls: int) -> dict[str, Any]:
-        """Check the result once and find out from `calls` calls how long one takes, warmed up."""
+        """Check the result once, and estimate with `calls` calls how long one takes, after a warm-up."""
         contender = self._contenders[library]
         right = contender.prepare(op, size_bytes)
         return {"right": right, "once_s": _estimate(contender.call, contender.barrier, calls)}
 
     def measure(self, library: str, repeat: int) -> dict[str, Any]:
-        """Seconds that one of `repeat` calls takes, after a barrier."""
+        """Average seconds of `repeat` calls after a barrier."""
         contender = self._contenders[library]
         contender.call()
         contender.barrier()
@@ -54,13 +54,13 @@ class Rank:
         return {"offer": [os.getpid(), fd, serial]}
 
     def prepare_limit(self, offers: list[tuple[int, int, int]], calls: int) -> dict[str, Any]:
-        """Map all ranks' tensors; seconds of one pass for each chunk size."""
+        """Map all ranks' tensors; returns the seconds of one pass for each chunk size."""
         self._limit.attach(offers)
         self._work = {chunk: self._limit.bind(chunk) for chunk in CHUNKS_BYTES}
         return {"once_s": [_estimate(work, self._fence, calls) for work in self._work.values()]}
 
     def measure_limit(self, chunk: int, repeat: int) -> dict[str, Any]:
-        """Seconds that one of `repeat` passes with chunk size number `chunk` takes."""
+        """Average seconds of `repeat` passes with chunk size number `chunk`."""
         work = self._work[CHUNKS_BYTES[chunk]]
         work()
         self._fence()
@@ -73,7 +73,7 @@ class Rank:
         return {}
 
     def leave(self) -> None:
-        """No more orders will come."""
+        """Called when no more orders will come."""
         for contender in self._contenders.values():
             contender.close()
 
@@ -86,7 +86,7 @@ def _time(call: Callable[[], Any], repeat: int) -> float:
 
 
 def _estimate(call: Callable[[], Any], barrier: Callable[[], None], calls: int) -> float:
-    """Seconds of one call after a warm-up of as many."""
+    """Seconds of one call, after equally many calls to warm up."""
     for _ in range(calls):
         call()
     barrier()
@@ -110,5 +110,5 @@ def _contenders(kind: str) -> dict[str, Contender]:
     }
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

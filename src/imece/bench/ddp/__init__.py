@@ -1,1 +1,1 @@
-"""torch's own wrappers on two backends."""
+"""Compares two backends under torch's own wrappers."""

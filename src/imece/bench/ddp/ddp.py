@@ -22,24 +22,24 @@ class Plan:
     ranks: int
     rounds: int
     steps: int
-    """Training steps of a round."""
+    """Training steps in each round."""
     wrap: str
     """"ddp" or "fully_shard"."""
 
 
 @dataclass
 class Results:
-    """Seconds of one step in each round: the slowest rank's."""
+    """Seconds of one step in each round, on the slowest rank."""
 
     plan: Plan
     parameters: int
     tokens: int
-    """Of one rank in one step."""
+    """Per rank and step."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """Rank 0's at the end of each round."""
+    """Rank 0's loss at the end of each round."""
     taken: Taken = field(default_factory=Taken)
-    """What others had of the processor meanwhile."""
+    """Processor time that others took meanwhile."""
 
     @property
     def ratio(self) -> float:
@@ -63,7 +63,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     with Crew.of_ranks(plan.wrap, _MODULE, plan.ranks, extra=extra) as crew:
         facts = crew.ask("describe")[0]
         results = Results(plan, facts["parameters"], facts["tokens"])
-        for backend in BACKENDS:  # the first steps build buckets and optimizer states
+        for backend in BACKENDS:  # the first steps make buckets and optimizer states
             crew.ask("measure", backend=backend, steps=2)
         rounds, results.taken = alternate(
             BACKENDS, plan.rounds, lambda backend: crew.ask("measure", backend=backend, steps=plan.steps)
@@ -77,7 +77,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def lines(results: Results) -> list[str]:
-    """The result in three lines and a verdict."""
+    """The result in three lines, and a verdict."""
     plan, size = results.plan, results.parameters / 1e6
     name = {"ddp": "DistributedDataParallel", "fully_shard": "fully_shard"}[plan.wrap]
     shown = [

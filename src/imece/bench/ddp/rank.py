@@ -1,4 +1,4 @@
-"""One rank of `imece bench ddp`: the same model on two backends in the same process."""
+"""One rank of `imece bench ddp`: trains the same model on two backends in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPE = Shape(vocabulary=2048, width=320, layers=8, heads=5, length=128)  # 11M
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self, wrap: str) -> None:
         torch.set_num_threads(1)
@@ -41,7 +41,7 @@ class Rank:
         return {"parameters": self._parameters, "tokens": _SHAPE.length}
 
     def measure(self, backend: str, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` training steps after a barrier, and the last loss."""
+        """Average seconds of `steps` training steps after a barrier, and the last loss."""
         model, optimizer = self._models[backend], self._optimizers[backend]
         dist.barrier(self._groups[backend])
         begin = time.perf_counter()
@@ -67,5 +67,5 @@ def _wrapped(wrap: str, group: dist.ProcessGroup) -> nn.Module:
     return model
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(lambda: Rank(os.environ[WRAP]))

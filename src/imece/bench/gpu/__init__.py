@@ -1,1 +1,1 @@
-"""One GPU: what imece costs there."""
+"""Measures what imece costs on one GPU."""

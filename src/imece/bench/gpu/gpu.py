@@ -31,42 +31,42 @@ class Plan:
     """A preset of models/presets.py, in bf16."""
     parts: tuple[str, ...] = PARTS
     sequences: int = 4
-    """Of a step."""
+    """Per step."""
     rounds: int = 5
     steps: int = 5
-    """Of a round."""
+    """Per round."""
     trace: str = ""
-    """The file for the profile of some steps of imece's, as Chrome trace JSON; empty for none."""
+    """The file for the profile of some steps of imece, as Chrome trace JSON; empty for none."""
 
 
 @dataclass
 class Results:
-    """Of one rank on one device."""
+    """The figures of one rank on one device."""
 
     plan: Plan
     device: str = ""
-    """Its name."""
+    """The device's name."""
     parameters: int = 0
     tokens: int = 0
-    """Of a step."""
+    """Per step."""
     flops: float = 0.0
-    """Of a step, as flops_per_token counts them."""
+    """Per step, counted by flops_per_token."""
     peak_rate: float = 0.0
-    """Operations a second in products of large bf16 matrices."""
+    """Operations per second in products of large bf16 matrices."""
     ways: dict[str, list[Timed]] = field(default_factory=dict)
     """Way -> a figure for each round."""
     optimizers: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds of a step of the optimizer alone, for each round."""
+    """Seconds of an optimizer step alone, for each round."""
     loop: float | None = None
-    """Share of a step that is the loop's own."""
+    """Share of a step that the loop itself takes."""
 
     def time(self, way: str, than: str) -> float:
-        """How many times the time of `than`: median of the rounds' ratios."""
+        """Time relative to `than`: median of the rounds' ratios."""
         ours, theirs = ([each.seconds for each in self.ways[name]] for name in (way, than))
         return ratio(ours, theirs)
 
     def rate(self, way: str) -> float:
-        """The share of the matrix rate that its median step reaches."""
+        """The share of the matrix rate that the median step reaches."""
         return self.flops / statistics.median(each.seconds for each in self.ways[way]) / self.peak_rate
 
     def found(self, target: GpuTarget) -> float | None:
@@ -105,7 +105,7 @@ class Results:
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
-    """Measure in a process of its own, which prints as it goes; then the tables."""
+    """Measure in a separate process, which prints as it goes; then print the tables."""
     (told,) = spawn(_measure, (asdict(plan),), 1)
     results = Results(
         plan, **{key: value for key, value in told.items() if key != "ways"},
@@ -158,7 +158,7 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peak(timed: list[Timed]) -> int | None:
-    # The least of the rounds: torch may still hold what an earlier way had, which adds to it.
+    # The smallest of the rounds: torch may still hold memory of an earlier way, which adds to it.
     return min((each.peak_bytes for each in timed if each.peak_bytes is not None), default=None)
 
 

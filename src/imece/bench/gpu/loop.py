@@ -1,4 +1,4 @@
-"""How much of a step of `imece train` is the loop's own: a run of some steps, as a person would start it."""
+"""Measures how much of a step of `imece train` its loop takes, in a short run started as a user would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WARM_UP = 3  # steps
 
 
 def loops_own(mesh: Mesh, preset: str, sequences: int, steps: int) -> float:
-    """The median step's share that is neither forward, backward, optimizer nor communication."""
+    """The share of the median step that is neither forward, backward, optimizer nor communication."""
     assert mesh is meshes.current()
     with tempfile.TemporaryDirectory(prefix="imece-bench-") as name:
         config = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What was promised of one GPU, beside what was measured."""
+"""What was promised for one GPU, and whether it was met."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ OPTIMIZERS = (FLAT, FUSED, FOREACH)
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """One line of the plan's promises."""
+    """One promise."""
 
     what: Literal["time", "peak", "syncs", "rate", "overhead", "optimizer"]
-    """time: a step of `way` takes at most `bound` times as long as one of `against`; peak: as much memory is
-    allocated, at most; optimizer: its step alone takes as long, at most. syncs: times that the host waits for
-    the GPU in a step, at most. rate: share of the matrix rate that a step reaches, at least. overhead: share
-    of a step of `imece train` that is the loop's own, at most."""
+    """time: a step of `way` takes at most `bound` times as long as one of `against`. peak: it allocates at
+    most `bound` times the memory. optimizer: its step alone takes at most `bound` times as long. syncs: the
+    host waits for the GPU at most so often per step. rate: a step reaches at least this share of the matrix
+    rate. overhead: the loop of `imece train` takes at most this share of a step."""
     bound: float
     way: str = OURS
     against: str = ""
 
     @property
     def text(self) -> str:
-        """As the summary names it."""
+        """The target's text in the summary."""
         return {
             "time": f"{self.way}: at most {self.bound:g} x the time of {self.against}",
             "peak": f"{self.way}: peak memory at most {self.bound:g} x that of {self.against}",
@@ -43,7 +43,7 @@ class GpuTarget:
         return found >= self.bound if self.what == "rate" else found <= self.bound
 
     def figure(self, found: float) -> str:
-        """The measured figure as a person reads it."""
+        """The measured figure for people."""
         if self.what in ("rate", "overhead"):
             return f"{found:.2%}"
         return f"{found:.1f}" if self.what == "syncs" else f"{found:.3f} x"

@@ -1,6 +1,6 @@
-"""The one rank of `imece bench gpu`: ways to train a model on its device, each made, timed and dropped again.
+"""The one rank of `imece bench gpu`: makes, times and drops one way of training after another on its device.
 
-Only one is there at a time, so that the most that it allocates is its own.
+Only one exists at a time, so that peak memory is its own.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 
-_WARM_UP = 3  # steps that build buckets and optimizer states, and compile
+_WARM_UP = 3  # steps that make buckets and optimizer states, and compile
 _LR = 1e-4
-_STEP = "step"  # as the profile names it
+_STEP = "step"  # its name in the profile
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
-_COPIES = ("cudaMemcpy", "cudaMemcpy2D")  # those that do not return before the copy is done
+_COPIES = ("cudaMemcpy", "cudaMemcpy2D")  # the copies that block the host
 
 
 @dataclass
 class Timed:
-    """Of some steps of one way."""
+    """Figures for some steps of one way."""
 
-    seconds: float  # of one step
-    loss: float  # of the second one: what later ones differ by has grown from roundings
-    peak_bytes: int | None  # allocated at most; None: nobody counts it on a CPU
-    syncs: float | None = None  # of a step: how often the host waited for the GPU
+    seconds: float  # per step
+    loss: float  # of the second step: later losses differ by accumulated rounding
+    peak_bytes: int | None  # allocated at most; None: not counted on a CPU
+    syncs: float | None = None  # per step: how often the host waited for the GPU
 
 
 @dataclass
 class Trainee:
-    """A model, and what one step of it is."""
+    """A model with its optimizer and batch."""
 
     model: nn.Module
     optimizer: Optimizer
     batch: torch.Tensor  # int64 [2, sequences, seq]: inputs and targets
 
     def backward(self) -> torch.Tensor:
-        """Gradients of a batch; its loss."""
+        """Gradients of a batch; returns its loss."""
         loss = cross_entropy(self.model(self.batch[0]), self.batch[1])
         loss.backward()
         return loss.detach()
 
     def step(self) -> torch.Tensor:
-        """All of it; the loss."""
+        """One whole step; returns the loss."""
         loss = self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -78,14 +78,14 @@ class Rank:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is about a GPU, and not a trial on the CPU."""
+        """Whether this measures a GPU, not a trial on the CPU."""
         return self.device.type == "cuda"
 
     def train(self, way: str, steps: int, *, count_syncs: bool = False, trace: str = "") -> Timed:
-        """One of WAYS or STRATEGIES, or COMPILED, for some steps after a warm-up.
+        """Train in one of WAYS or STRATEGIES, or COMPILED, for some steps after a warm-up.
 
-        count_syncs: then as many steps again in torch's profiler, where the waits are counted. trace: the
-        file for what that saw (Chrome trace JSON); empty for none.
+        count_syncs: run as many steps again in torch's profiler and count the host's waits. trace: the file
+        for the profile (Chrome trace JSON); empty for none.
         """
         trainee = self._wrapped(way)
         losses = [trainee.step() for _ in range(_WARM_UP)]
@@ -111,12 +111,12 @@ class Rank:
         return syncs_of(profiled.events() or ())
 
     def step_alone(self, way: str, steps: int) -> float:
-        """Seconds of one step of AdamW, of the OPTIMIZERS, without forward and backward."""
+        """Seconds of one step of AdamW, in one of OPTIMIZERS, without forward and backward."""
         model: nn.Module = self._model()
         optimizer: Optimizer = self._adamw(model, foreach=way == FOREACH)
         if way == FLAT:
             model, optimizer = imece.parallelize(model, optimizer, "zero1")
-        Trainee(model, optimizer, self._batch[:, :1]).backward()  # its gradients stay
+        Trainee(model, optimizer, self._batch[:, :1]).backward()  # its gradients stay for all steps
         for _ in range(_WARM_UP):
             optimizer.step()
         seconds = self._seconds(optimizer.step, steps)
@@ -138,8 +138,9 @@ class Rank:
         return Trainee(model, optimizer, self._batch)
 
     def _sharded(self, way: str) -> Trainee:
-        """With masters in fp32, all on the one rank: what is left is what a strategy itself costs."""
-        from torch.distributed.device_mesh import DeviceMesh  # here: they take a second to import
+        """With masters in fp32, all of them on the one rank: what is left is the cost of the strategy
+        itself."""
+        from torch.distributed.device_mesh import DeviceMesh  # here, because importing them takes a second
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         model, bf16 = self._model(torch.float32), torch.bfloat16
@@ -149,7 +150,7 @@ class Rank:
                 *imece.parallelize(model, self._adamw(model), way, precision=precision), self._batch
             )
         ranks = DeviceMesh.from_group(self._group, self.device.type)
-        # Inputs of blocks are not cast: rotations stay in fp32, as in the other ways.
+        # Inputs of blocks are not cast, so rotations stay in fp32, as in the other ways.
         policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, cast_forward_inputs=False)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=ranks, mp_policy=policy)
@@ -182,7 +183,8 @@ class Rank:
 
 
 def syncs_of(events: Iterable[FunctionEvent]) -> float | None:
-    """How often a step's host waited for the GPU, by CUDA's own calls; None: the profile has none of them."""
+    """How often the host waited for the GPU per step, by CUDA's own calls; None if the profile has none of
+    them."""
     events = list(events)
     if not any(each.name.startswith(_LAUNCHES) for each in events):
         return None

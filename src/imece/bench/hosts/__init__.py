@@ -1,1 +1,1 @@
-"""Two hosts on one machine, and a slow cable between them."""
+"""Benchmarks two emulated hosts on one machine with a slow cable between them."""

@@ -1,7 +1,7 @@
 """`imece bench hosts`: two emulated hosts and a slow cable, where the schedule decides.
 
-Between two hosts an all-reduce of M bytes must move at least M bytes each way. Gloo's ring and ours, over
-2 ranks a host, move 1.5 M; the hierarchical schedule moves M, and half of that in bf16.
+Between two hosts an all-reduce of M bytes must move at least M bytes each way. With 2 ranks per host, the
+ring (Gloo's and imece's) moves 1.5 M; the hierarchical schedule moves M, in bf16 half of that.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Plan:
     rate: str = "1gbit"
     parts: tuple[int, ...] = PARTS
     steps: bool = True
-    """Time training steps too."""
+    """Whether to time training steps too."""
 
 
 @dataclass
 class Results:
-    """Seconds of each round: the slowest rank's."""
+    """Seconds in each round, on the slowest rank."""
 
     plan: Plan
     tcp_mbps: dict[str, float]
@@ -51,14 +51,14 @@ class Results:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     right: dict[str, bool] = field(default_factory=dict)
     check_s: list[float] = field(default_factory=list)
-    """What goes before each call on Gloo: all ranks tell each other what they are about to do."""
+    """The check before each call on Gloo, in which ranks tell each other what they are about to do."""
     link_s: list[float] = field(default_factory=list)
     """The whole message from one host to the other, by Gloo."""
     steps: StepResults | None = None
     broadcast_s: dict[int, list[float]] = field(default_factory=dict)
-    """Of the pipelined ring, by number of parts."""
+    """The pipelined ring, by number of parts."""
     taken: Taken = field(default_factory=Taken)
-    """What others had of the processor in the rounds of all_reduce."""
+    """Processor time that others took in the rounds of all_reduce."""
 
     def ratio(self, target: Target) -> float | None:
         """How many times as fast as the other way; None if this run measured another size."""
@@ -69,7 +69,7 @@ class Results:
         )
 
     def model_s(self, parts: int) -> float:
-        """A pipelined ring over K = 3 ranks in S parts: (K-2+S) * M/(S*B)."""
+        """The model of a pipelined ring over K = 3 ranks in S parts: (K-2+S) * M/(S*B)."""
         return (3 - 2 + parts) / parts * statistics.median(self.link_s)
 
     def as_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Results:
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
-    """Measure, printing as it goes. Raises HostsUnavailable where two hosts cannot be made."""
+    """Measure, printing as it goes. HostsUnavailable if two hosts cannot be made."""
     with two_hosts(plan.rate) as hosts:
         results = Results(plan, {"a to b": plain_tcp(hosts, "a", "b"), "b to a": plain_tcp(hosts, "b", "a")})
         speeds = ", ".join(f"{way} {mbps:.0f}" for way, mbps in results.tcp_mbps.items())
@@ -106,7 +106,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def plain_tcp(hosts: Hosts, source: str, target: str, nbytes: int = _TCP_BYTES) -> float:
-    """Megabits a second of one plain TCP transfer. Raises CalledProcessError if it fails."""
+    """Megabits per second of one plain TCP transfer. CalledProcessError if it fails."""
     sending: list[BaseException] = []
 
     def send() -> None:

@@ -1,11 +1,11 @@
-"""Two hosts on one machine: network namespaces joined by a cable (a veth pair) of limited rate.
+"""Emulates two hosts on one machine: network namespaces joined by a cable (a veth pair) of limited rate.
 
     with two_hosts(rate="1gbit") as hosts:
         process = hosts.start("a", [sys.executable, "train.py"], environ, log)
 
-Each host has only its own loopback and the cable, so nothing but the cable joins them. Both ends of it
-send through a token bucket (tc tbf). The namespaces' names hold the process that made them: whatever a
-killed benchmark leaves is removed by the next one.
+Each host has only its own loopback and the cable, so nothing else joins them. Both ends of the cable send
+through a token bucket (tc tbf). The namespaces' names contain the process that made them, so the next
+benchmark can remove what a killed one left.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from imece.bench.crew import Start, start_here
 from imece.launch.signals import signals_as_exit
 
 HOSTS = ("a", "b")
-ADDRESSES = {"a": "10.115.0.1", "b": "10.115.0.2"}  # inside the namespaces only
+ADDRESSES = {"a": "10.115.0.1", "b": "10.115.0.2"}  # exist inside the namespaces only
 INTERFACE = "imece0"
-# A burst must hold the largest segment that TCP offload makes (64 KiB), or tbf cuts every one of them up;
-# with ten times more the first megabyte of a message would fly for nothing.
+# A burst must hold the largest segment of TCP offload (64 KiB), or tbf splits every one; a ten times larger
+# burst would let the first megabyte of a message pass for free.
 _BURST = "128kb"
-# How long packets may queue. Less loses packets that a switch would keep, more only adds delay.
+# How long packets may queue. A shorter queue drops packets that a switch would keep; a longer one only adds
+# delay.
 _QUEUE = "10ms"
 _NAME = re.compile(r"^imece-(\d+)-(\d+)-[a-z]$")
 
@@ -45,15 +46,15 @@ class Hosts:
     """Two hosts, "a" and "b", while they exist."""
 
     names: dict[str, str]  # of the namespaces
-    rate: str  # as tc reads it
+    rate: str  # in tc's notation
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def environment(self, host: str) -> dict[str, str]:
-        """What a rank on `host` needs: who its host is, and the interface that leads to the other."""
+        """What a rank on `host` needs: its host's name, and the interface that leads to the other host."""
         return {"IMECE_HOST": host, "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """`argv` as it is started on `host`."""
+        """`argv` as a command that runs on `host`."""
         return ["ip", "netns", "exec", self.names[host], *argv]
 
     def starter(self, host: str) -> Start:
@@ -75,7 +76,7 @@ class Hosts:
         return process
 
     def run(self, host: str, argv: Sequence[str]) -> str:
-        """Run `argv` on `host` to its end and return what it printed; CalledProcessError if it fails."""
+        """Run `argv` on `host` to its end and return its output; CalledProcessError if it fails."""
         environ = {**os.environ, **self.environment(host)}
         done = subprocess.run(
             self.command(host, argv), env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -99,8 +100,7 @@ def reason_against() -> str | None:
 def two_hosts(rate: str = "1gbit") -> Iterator[Hosts]:
     """Make hosts "a" and "b", joined at `rate` in both directions, and remove them at the end.
 
-    They are removed on exceptions, SIGINT, SIGTERM and SIGHUP too. Raises HostsUnavailable where they cannot
-    be made.
+    They are removed on exceptions, SIGINT, SIGTERM and SIGHUP too. HostsUnavailable if they cannot be made.
     """
     reason = reason_against()
     if reason is not None:
@@ -120,7 +120,7 @@ def two_hosts(rate: str = "1gbit") -> Iterator[Hosts]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the hosts of benchmarks that are gone; their names."""
+    """Remove the hosts of benchmarks that are gone; returns their names."""
     removed = []
     for name in existing():
         match = _NAME.match(name)
@@ -131,7 +131,7 @@ def remove_leftovers() -> list[str]:
 
 
 def existing() -> list[str]:
-    """The namespaces on this machine that a benchmark made."""
+    """The namespaces on this machine that benchmarks made."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     words = [line.split()[0] for line in listed.splitlines() if line.strip()]
     return [word for word in words if _NAME.match(word)]
@@ -143,7 +143,7 @@ def _make(hosts: Hosts) -> None:
     commands = [
         ["ip", "netns", "add", a],
         ["ip", "netns", "add", b],
-        # Made inside the namespaces: nothing ever appears among the machine's own interfaces.
+        # Made inside the namespaces, so that nothing ever appears among the machine's own interfaces.
         ["ip", "-n", a, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", b],
     ]
     for host in HOSTS:
@@ -161,7 +161,7 @@ def _make(hosts: Hosts) -> None:
 
 
 def _remove(name: str) -> None:
-    """Remove a namespace and the processes in it; the cable goes with it."""
+    """Remove a namespace and the processes in it; the cable disappears with it."""
     inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
     for pid in inside.split():
         try:
@@ -178,10 +178,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _started_at(pid: int) -> int:
-    """When `pid` was started, in clock ticks since boot; 0 if it is gone. Tells it from a later process of
-    the same number, and does not move when the clock is set."""
+    """When `pid` was started, in clock ticks since boot; 0 if it is gone. Distinguishes it from a later
+    process of the same number, and does not change when the clock is set."""
     try:
-        # The command, in parentheses, may hold spaces; field 22 of proc(5) is the 20th after it.
+        # The command, in parentheses, may contain spaces; field 22 of proc(5) is the 20th after it.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
         return 0

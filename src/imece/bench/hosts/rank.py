@@ -1,4 +1,4 @@
-"""One rank of `imece bench hosts`."""
+"""One rank of `imece bench hosts`: times calls and training steps as ordered."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PATTERN = 251
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._mesh = imece.init(device="cpu")
         self._tensor = torch.empty(0)  # fp32[numel]
         self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        self._steps: dict[str, int] = {}  # by way, so that all of them see the same batches
+        self._steps: dict[str, int] = {}  # by way, so that all ways see the same batches
 
     def prepare(self, size_bytes: int) -> dict[str, Any]:
-        """Allocate; tell which ways give the right sum, after one warm-up of each."""
+        """Allocate, and run each way once; returns which ways give the right sum."""
         self._tensor = imece.shared_empty(size_bytes // 4)
         pattern = (torch.arange(size_bytes // 4) % _PATTERN).to(torch.float32)
         ranks = self._mesh.world_size
@@ -40,7 +40,7 @@ class Rank:
         for way in WAYS:
             self._tensor.copy_(pattern).add_(self._mesh.rank)
             self._all_reduce(way)()
-            allowed = 0.02 if way.endswith("bf16") else 0.0  # bf16 keeps 8 bits
+            allowed = 0.02 if way.endswith("bf16") else 0.0  # bf16 has 8 bits of precision
             right[way] = torch.allclose(self._tensor, expected, rtol=allowed, atol=0.0)
         self._tensor.zero_()
         return {"right": right, "hosts": [list(ranks) for ranks in self._mesh.hosts]}
@@ -56,10 +56,10 @@ class Rank:
         return answer | {"right": bool((self._tensor == 1).all())}
 
     def train(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
-        """Of one of `steps` training steps: seconds, and bytes sent; and the last loss.
+        """Average seconds and bytes sent over `steps` training steps, and the last loss.
 
-        One step goes before them, so that what a step leaves for the next forward to wait for is under way
-        when the time begins, as it is when it ends.
+        One more step runs before, so that work that a step leaves for the next forward is under way when
+        timing begins, as it is when timing ends.
         """
         if way not in self._models:
             self._models[way] = hosts_step.build(way)
@@ -79,7 +79,7 @@ class Rank:
         return {"seconds": seconds, "loss": loss, "sent_bytes": (hosts_step.sent_bytes() - sent) / made}
 
     def check(self) -> dict[str, Any]:
-        """Seconds that the check takes that goes before each call."""
+        """Seconds of the check before each call."""
         checker = checks.checker(self._mesh.world_group)
         assert checker is not None, "prepare makes calls, and the first one makes the checker"
         tensor = self._tensor
@@ -113,5 +113,5 @@ class Rank:
         return {"seconds": time.perf_counter() - begin}
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

@@ -1,4 +1,4 @@
-"""The third part of `imece bench hosts`: a training step whose gradients go through the slow cable."""
+"""The third part of `imece bench hosts`: training steps whose gradients pass the slow cable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import times, verdict
 
 TOKENS = (128, 512)
-STEPS = 5  # of a round
+STEPS = 5  # per round
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "no-sync": lambda model: model,
     "torch-gloo": DistributedDataParallel,
@@ -28,26 +28,26 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 STRATEGIES = ("zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 _CLOSE = 0.2
 TARGETS = ((128, "imece", 1.45), (128, "imece bf16", 2.0), (512, "imece", 1.35))
-"""(tokens, way, at least so many times the speed of torch-gloo)."""
+"""(tokens, way, at least this many times the speed of torch-gloo)."""
 SENT = (("zero1", 1.0), ("zero2", 1.0), ("zero3", 1.5))
-"""(strategy, so many times the bytes that imece sends, within a few headers)."""
+"""(strategy, this many times the bytes that imece sends, within a few headers)."""
 _HEADERS = 1.03
 
 
 @dataclass
 class StepResults:
-    """Seconds of one step: the slowest rank's."""
+    """Seconds of one step, on the slowest rank."""
 
     seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Tokens -> way -> a figure for each round."""
     losses: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, float] = field(default_factory=dict)
-    """Way -> what one host sent to the other in a step: the busier one."""
+    """Way -> bytes that the busier host sends to the other in a step."""
     taken: dict[int, Taken] = field(default_factory=dict)
-    """Tokens -> what others had of the processor meanwhile."""
+    """Tokens -> processor time that others took meanwhile."""
 
     def saved_s(self, tokens: int, bytes_per_s: float) -> tuple[float, float]:
-        """By how much a step of hybrid is shorter than one of zero3, and by how much its bytes are."""
+        """(seconds, transfer time of bytes) by which a step of hybrid is shorter than one of zero3."""
         rounds = self.seconds[tokens]
         saved = [theirs - ours for ours, theirs in zip(rounds["hybrid"], rounds["zero3"], strict=True)]
         return statistics.median(saved), (self.sent_bytes["zero3"] - self.sent_bytes["hybrid"]) / bytes_per_s
@@ -69,7 +69,7 @@ def build(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, seeds: list[int]) -> float:
-    """A step for each seed; the last loss."""
+    """Train a step for each seed; returns the last loss."""
     for seed in seeds:
         loss: torch.Tensor = model(batch(REFERENCE, tokens, seed))
         loss.backward()
@@ -79,20 +79,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int, seeds
 
 
 def settle(model: nn.Module) -> None:
-    """Nothing of it is under way when this returns."""
+    """Wait until none of the model's communication is under way."""
     if isinstance(model, imece.DistributedDataParallel):
         model.settle()
 
 
 def sent_bytes() -> int:
-    """By this host to others, in all: Linux counts for each interface."""
+    """Bytes that this host has sent to others: Linux counts them for each interface."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): figures.split() for name, _, figures in (line.partition(":") for line in lines)}
     return sum(int(figures[8]) for name, figures in counts.items() if name != "lo")
 
 
 def measure(crew: Crew, rounds: int) -> StepResults:
-    """All ways, by turns."""
+    """Measure all ways, in turn."""
     results = StepResults()
     every = [*WAYS, *STRATEGIES]
     for tokens in TOKENS:
@@ -110,7 +110,7 @@ def measure(crew: Crew, rounds: int) -> StepResults:
 
 
 def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
-    """The tables and the verdicts. bytes_per_s: of the cable, by plain TCP."""
+    """The tables and verdicts. bytes_per_s: the cable's rate by plain TCP."""
     shown = []
     for tokens, rounds in results.seconds.items():
         shown += [

@@ -1,4 +1,4 @@
-"""Plain TCP between two hosts: what the link gives without any library."""
+"""Plain TCP between two hosts: the rate of the link without any library."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _BLOCK = 2**18
 
 
 def receive(address: str) -> float:
-    """Listen, count what one peer sends, and return megabits a second from its first byte to its last.
+    """Listen, count what one peer sends, and return megabits per second from its first byte to its last.
 
-    Raises TimeoutError if nobody comes within 20 s.
+    TimeoutError if nobody connects within 20 s.
     """
     with socket.create_server((address, PORT)) as listener:
         listener.settimeout(20.0)
@@ -29,7 +29,7 @@ def receive(address: str) -> float:
 
 
 def send(address: str, nbytes: int) -> None:
-    """Send `nbytes` to the one who listens on `address`, which may begin up to 10 s later."""
+    """Send `nbytes` to the listener on `address`, which may start up to 10 s later."""
     deadline = time.monotonic() + 10.0
     while True:
         try:

@@ -1,1 +1,1 @@
-"""How long the ranks of a pipeline idle, beside what its schedule is known for."""
+"""Measures how long the ranks of a pipeline idle, beside its schedule's theory."""

@@ -1,7 +1,7 @@
-"""`imece bench pipeline`: how long ranks idle in each schedule, beside (p - 1) / (v m); what each keeps.
+"""`imece bench pipeline`: how long ranks idle in each schedule, beside (p - 1) / (v m), and what each keeps.
 
-With more ranks than cores, or --wait, their blocks wait instead of computing: that measures the schedule and
-what is lost between ranks, not the machine.
+With more ranks than cores, or --wait, blocks wait instead of computing: that measures the schedule and what
+is lost between ranks, not the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Plan:
     schedules: tuple[str, ...]
     steps: int
     wait: bool
-    """Emulate all blocks."""
+    """Whether all blocks wait instead of computing."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class Row:
     schedule: str
     micro_batches: int
     bubbles: list[float]
-    """Of each step: the part of its time in which ranks idle, on average."""
+    """For each step the part of its time in which ranks idle, on average."""
     kept_bytes: int
-    """For backward, at most, on the rank that keeps most."""
+    """Bytes kept for backward at the peak, on the rank that keeps most."""
 
     @property
     def ideal(self) -> float:
-        """Of the schedule, where stages cost alike and messages take no time."""
+        """The schedule's bubble if all stages cost the same and messages take no time."""
         return ideal_bubble(self.micro_batches, _chunks(self.schedule), self.ranks)
 
     @property
     def bubble(self) -> float:
-        """The median step's."""
+        """The median step's bubble."""
         return statistics.median(self.bubbles)
 
 
 @dataclass
 class Results:
-    """Of all pipelines."""
+    """Results for all pipelines."""
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
@@ -106,7 +106,7 @@ def _chunks(schedule: str) -> int:
 
 def _runs(schedule: str, micro_batches: int, ranks: int) -> bool:
     if _chunks(schedule) * ranks > BLOCKS or (schedule == "interleaved" and micro_batches % ranks):
-        return False  # with fewer than p micro-batches nothing can be interleaved
+        return False  # with fewer than p micro-batches nothing can interleave
     try:
         check_schedule(schedule, micro_batches, _chunks(schedule), ranks)
     except ValueError:

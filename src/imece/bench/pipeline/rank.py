@@ -1,4 +1,4 @@
-"""One rank of `imece bench pipeline`: the same layers, cut anew for each schedule."""
+"""One rank of `imece bench pipeline`: cuts the same layers again for each schedule, and steps them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from imece.collectives import ops
 BLOCKS = 8
 SHAPE = Shape(vocabulary=1, width=192, layers=BLOCKS, heads=6, length=128)
 WAIT_S = 0.01
-"""Of an emulated block's forward; its backward takes twice that."""
+"""Seconds of an emulated block's forward; its backward takes twice that."""
 EMULATED = "IMECE_BENCH_EMULATED"  # "1": blocks wait instead of computing
 
 
 class Wait(nn.Module):
-    """A block that takes its time and no core's."""
+    """A block that takes time but no core."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor:  # else it is asked for its shape
+        if type(x) is Tensor:  # otherwise only its shape is wanted
             time.sleep(WAIT_S)
         scaled = x * self.factor
         if scaled.requires_grad:
@@ -45,7 +45,7 @@ def _wait_in_backward(gradient: Tensor) -> None:
 
 
 class Kept:
-    """Bytes that a graph keeps for backward, but for parameters: each piece of memory once."""
+    """Counts the bytes that a graph keeps for backward, without parameters: each piece of memory once."""
 
     def __init__(self, parameters: set[int]) -> None:
         """parameters: addresses of their memory."""
@@ -75,11 +75,11 @@ class Kept:
 
 
 class _Held(list[Tensor]):
-    """What the graph keeps in a tensor's place: a list, to which a weak reference can be made."""
+    """What the graph keeps instead of a tensor: a list, which a weak reference can point to."""
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -87,7 +87,7 @@ class Rank:
         self._mesh = imece.init({"pipeline": int(os.environ["WORLD_SIZE"])}, device="cpu")
 
     def build(self, schedule: str, micro_batches: int) -> dict[str, Any]:
-        """Cut the model, and go through it once: torch prepares what it receives into."""
+        """Cut the model and run it once, so that torch allocates its receive buffers."""
         torch.manual_seed(0)
         blocks = [Wait() if self._emulated else Block(SHAPE) for _ in range(BLOCKS)]
         self._pipeline = imece.Pipeline(
@@ -102,7 +102,8 @@ class Rank:
         return {"kept_bytes": kept.most}
 
     def step(self) -> dict[str, Any]:
-        """When this rank was busy, in seconds of the host's clock, and for how long in all."""
+        """When this rank began and ended its work, by the host's clock in seconds, and how long it was
+        busy."""
         ops.barrier(group=self._mesh.world_group)
         self._step()
         spans = self._pipeline.spans
@@ -117,5 +118,5 @@ class Rank:
         self._pipeline.part.zero_grad()
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

@@ -1,1 +1,1 @@
-"""The planner beside published measurements."""
+"""Compares the planner with published measurements."""

@@ -1,4 +1,4 @@
-"""The page that `imece bench planner --page` writes: targets, tables, worst rows, origins of constants."""
+"""The page of `imece bench planner --page`: targets, tables, worst rows, and origins of constants."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _section(title: str, *paragraphs: str) -> str:
 
 
 def write(results: Results, path: Path, plot: Path | None) -> None:
-    """Write the page; `plot` is shown on it."""
+    """Write the page, which shows `plot`."""
     page = _HEAD + _block(judged(results))
     if plot is not None:
         page += f"\n![predicted against measured]({os.path.relpath(plot, path.parent)})\n"

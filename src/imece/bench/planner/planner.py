@@ -1,7 +1,7 @@
 """`imece bench planner`: predictions of step time and memory beside published measurements.
 
-Nothing runs on a device: tables are read, predicted, and judged. A constant utilisation, fitted in hindsight
-on the very rows that it predicts, is the rival.
+Nothing runs on a device: tables are read, predicted and judged. The rival is a constant utilisation, fitted
+in hindsight on the very rows that it predicts.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Plan:
     """What to judge."""
 
     tables: tuple[str, ...] = ()
-    """None: all."""
+    """Empty: all of them."""
     own: Path | None = None
-    """Rows with the columns of the one table that is named, to be judged instead of its."""
+    """Rows to judge instead, with the columns of the one named table."""
     worst: int = 5
-    """Rows to name in each table."""
+    """Number of rows to name in each table."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table, predicted."""
+    """One table with its predictions."""
 
     name: str
     unit: str
@@ -58,7 +58,7 @@ class Table:
 
     @property
     def parts(self) -> list[tuple[str, list[Row]]]:
-        """All rows; where some were fitted on and some were not, these apart."""
+        """All rows; and if something was fitted on some of them, these and the others apart."""
         fitted = [row for row in self.rows if not row.held_out]
         held_out = [row for row in self.rows if row.held_out]
         parts = [("all rows", list(self.rows))]
@@ -96,7 +96,7 @@ class Results:
 
 @functools.cache
 def sources() -> dict[str, tuple[str, Callable[[], Sequence[Row]]]]:
-    """Name -> (unit, its rows), of all tables."""
+    """Name -> (unit, function that gives the rows), for all tables."""
     found: dict[str, tuple[str, Callable[[], Sequence[Row]]]] = {}
     for name in accuracy_time.TABLES:
         found[name] = ("s", lambda name=name: accuracy_time.rows(name))  # type: ignore[misc]
@@ -108,7 +108,7 @@ def sources() -> dict[str, tuple[str, Callable[[], Sequence[Row]]]]:
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
-    """Predict all and tell of each table."""
+    """Predict everything and report each table."""
     results = Results(plan)
     for name, (unit, rows) in sources().items():
         if plan.tables and name not in plan.tables:
@@ -139,7 +139,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def lines(table: Table, worst: int) -> list[str]:
-    """What is said of one table."""
+    """The report of one table."""
     shown = [f"\n{table.name}"]
     for what, rows in table.parts:
         shown.append(f"  {what:<10} {_errors(accuracy.summary(rows, 0))}")
@@ -173,12 +173,12 @@ def cell_lines(table: Table) -> list[str]:
 
 
 def not_slow(rows: Sequence[Row]) -> list[Row]:
-    """Without those that took more than twice what was predicted: see the page on what is known of them."""
+    """Rows without those that took more than twice the prediction: see the page for what is known of them."""
     return [row for row in rows if row.measured <= 2 * row.predicted]
 
 
 def fits_text(fits: accuracy_memory.Fits) -> str:
-    """Successes and failures."""
+    """The counts of successes and failures in words."""
     text = f"{fits.ran_passed} of {fits.ran} that ran are predicted to fit"
     if fits.too_large:
         text += f"; {fits.too_large_flagged} of {fits.too_large} that were too large are predicted not to"
@@ -241,7 +241,7 @@ _ERRORS: tuple[tuple[str, str, Callable[[Summary], float], float], ...] = (
 
 
 def candidates_s() -> float:
-    """Seconds that memory and time of CANDIDATES different setups take."""
+    """Seconds that predicting memory and time of CANDIDATES different setups takes."""
     setups = _candidates()
     cluster = find_cluster("H100", 8, 8)
     before = time.perf_counter()

@@ -10,7 +10,7 @@ from imece.bench.planner.planner import Table
 from imece.plan.accuracy import statistics as accuracy
 from imece.plan.accuracy.statistics import Row
 
-_STYLES: dict[bool, dict[str, Any]] = {  # by whether a row was held out
+_STYLES: dict[bool, dict[str, Any]] = {  # by whether the row was held out
     False: {"color": "#b45f06", "marker": "o", "label": "fitted on"},
     True: {"color": "#0b5394", "marker": "^", "label": "held out"},
 }
@@ -18,7 +18,7 @@ _COLUMNS = 3
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
-    """Write a PNG. Tables of fewer than five rows are left out: a picture shows no more than a line does."""
+    """Write a PNG. Tables with fewer than five rows are left out: a line of text shows as much."""
     from matplotlib.figure import Figure
 
     shown = [table for table in tables if len(table.rows) >= 5]

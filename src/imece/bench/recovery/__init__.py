@@ -1,1 +1,1 @@
-"""Ranks that die, and what is lost."""
+"""Measures what is lost when ranks die."""

@@ -1,7 +1,9 @@
-"""A rank of `imece bench recovery`: a small GPT that learns the standard library's bytes, in `imece.steps`.
+"""A rank of `imece bench recovery`: trains a small GPT on the standard library's bytes, in `imece.steps`.
 
-train    so many steps; rank 0 leaves times and the parameters in a folder
-cost     steps with and without what recovery needs, of the same model, by turns
+It does one of two tasks:
+
+    train    a number of steps; rank 0 writes times and the parameters to a folder
+    cost     steps of the same model with and without recovery, in turn
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from imece.membership.recovery import Recovered
 SHAPE = Shape(vocabulary=256, width=192, layers=4, heads=3, length=64)
 """1.8M parameters over bytes."""
 SEQUENCES = 12
-"""Of the global batch: 4, 3 and 2 ranks share them evenly."""
+"""In the global batch, which 4, 3 or 2 ranks divide evenly."""
 BEGAN, ENDED = "began.json", "ended.json"
 PARAMETERS = "parameters.safetensors"
 COST = "cost.json"
@@ -37,25 +39,25 @@ _TEXT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is to do."""
+    """A rank's task."""
 
     folder: str
     strategy: str = "replicate"
     steps: int = 200
     compare: int = 200
-    """The parameters are left behind after so many of them."""
+    """Steps after which the parameters are written."""
     rounds: int = 0
-    """Measure the cost instead: so many rounds of `steps` steps each way."""
+    """If not 0, measure the cost instead: this many rounds of `steps` steps each way."""
     pause_s: float = 0.0
-    """Added to each step: for tests, whose steps are too short to be hit."""
+    """Seconds added to each step: for tests, whose steps are too short to be hit."""
     members: int = 0
-    """If it is to end sooner: when so many ranks, those that replace others counted too, have come in;"""
+    """To end sooner: once this many ranks, replacements included, have come,"""
     after: int = 0
-    """and so many steps later."""
+    """and this many steps later."""
 
 
 class Text:
-    """Real bytes, the same for all ranks."""
+    """Real bytes, the same on all ranks."""
 
     def __init__(self) -> None:
         read, found = 0, []
@@ -67,7 +69,7 @@ class Text:
         self._bytes = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8)
 
     def batch(self, step: int, rank: int, world_size: int) -> torch.Tensor:
-        """int64[sequences, length + 1]: this rank's part of the step's."""
+        """int64[sequences, length + 1]: this rank's part of the step's batch."""
         first, last = rows(SEQUENCES, rank, world_size)
         starts = np.random.default_rng(step).integers(len(self._bytes) - SHAPE.length - 1, size=SEQUENCES)
         picked = [self._bytes[begin : begin + SHAPE.length + 1] for begin in starts[first:last].tolist()]
@@ -77,7 +79,7 @@ class Text:
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, world_size: int
 ) -> None:
-    """One update whose gradient is the mean over the global batch, however unevenly it is shared out."""
+    """One update whose gradient is the mean over the global batch, however unevenly ranks divide it."""
     loss = model(tokens) * (len(tokens) * world_size / SEQUENCES)
     loss.backward()
     optimizer.step()
@@ -86,18 +88,19 @@ def train_step(
 
 def _train(task: Task, mesh: imece.Mesh) -> None:
     made = new_decoder(SHAPE)
-    # AdamW amplifies rounding: the same batches in three parts instead of four in every other 20 steps, in
-    # one process, end 8e-3 apart after 200 steps; with this optimizer 3e-6.
+    # AdamW amplifies rounding. In one process, with the batches in three parts instead of four in every other
+    # 20 steps, parameters end 8e-3 apart after 200 steps; with this optimizer 3e-6.
     plain = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9, fused=True)
     model, optimizer = imece.parallelize(made, plain, task.strategy)
     text, folder, last = Text(), Path(task.folder), task.steps
 
-    def recovered(found: Recovered) -> None:  # all ranks of a generation are told the same
+    def recovered(found: Recovered) -> None:  # all ranks of a generation get the same
         nonlocal last
         if task.members and max(found.generation.members) + 1 >= task.members:
             last = max(found.step, task.compare) + task.after
 
-    # Once more than asked for: what follows the last step is not protected, and no fault should come there.
+    # One more step than asked for: what follows the last step is not protected, so no fault should come
+    # there.
     for step in imece.steps(task.steps + 1, model, optimizer, recovered=recovered):
         with step:
             if step.index == 1 and mesh.rank == 0 and not (folder / BEGAN).exists():
@@ -133,7 +136,7 @@ def _measure_cost(task: Task, mesh: imece.Mesh) -> None:
         ops.barrier(group=mesh.world_group)
         return (time.perf_counter() - began) / task.steps
 
-    for protected in (True, False):  # the first steps build buckets, states and copies
+    for protected in (True, False):  # the first steps make buckets, states and copies
         go(protected)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(task.rounds):
@@ -154,7 +157,8 @@ def _write(path: Path, content: dict[str, object]) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Whole or not at all: this rank may be killed at any moment. Tied weights are written once."""
+    """Write the file whole or not at all, because this rank may be killed at any moment. Tied weights are
+    written once."""
     held: dict[int, str] = {}
     for name, value in tensors.items():
         held.setdefault(value.data_ptr(), name)
@@ -164,7 +168,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def as_argument(task: Task) -> str:
-    """For the command line of `python -m imece.bench.recovery.rank`."""
+    """The task as an argument of `python -m imece.bench.recovery.rank`."""
     return json.dumps(asdict(task))
 
 

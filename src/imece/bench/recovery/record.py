@@ -1,4 +1,4 @@
-"""What `imece bench recovery` is asked to measure, and what it has found."""
+"""What `imece bench recovery` measures, and its results."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Plan:
     kills: int = 5
     every_s: float = 8.0
     steps: int = 200
-    """After which parameters are compared; the run goes on until a while after the last kill."""
+    """Steps after which parameters are compared; the run goes on until some time after the last kill."""
     cost_rounds: int = 15
     cost_steps: int = 10
     torchrun_runs: int = 3
     checkpoint_every: int = 10
-    """Steps, under torchrun."""
+    """In steps, under torchrun."""
     seed: int = 0
     pause_s: float = 0.0
     """Added to each step: for tests."""
@@ -36,27 +36,26 @@ class Plan:
 
 @dataclass
 class Kills:
-    """What one strategy went through."""
+    """The kills in one strategy."""
 
     strategy: str
     step_s: float
-    """Undisturbed."""
+    """Without kills."""
     drill: dict[str, Any]
     """The figures of `imece drill`."""
     goodput: float | None
-    """Steps a second while there were kills, by those undisturbed."""
+    """Steps per second while there were kills, relative to the rate without."""
     difference: float | None
-    """Of the parameters to the undisturbed run's: the norm of the difference by the norm. None if the run did
-    not come to its end."""
+    """Relative difference to the undisturbed run's parameters, in norm. None if the run did not end."""
 
     @property
     def steps(self) -> int:
-        """Finished ones, when there was somebody to say so."""
+        """Finished steps, as far as a rank could report them."""
         return self.drill["seen"][-1][1] if self.drill["seen"] else 0
 
     @property
     def kills_compared(self) -> int:
-        """How many came before the parameters were compared."""
+        """Kills that came before the parameters were compared."""
         return sum((fault["step"] or 0) < self.compared for fault in self.drill["faults"])
 
     compared: int = 200
@@ -64,7 +63,7 @@ class Kills:
 
 @dataclass
 class Results:
-    """All figures; what was not measured is empty."""
+    """All figures; those that were not measured are empty."""
 
     plan: Plan
     kills: dict[str, Kills] = field(default_factory=dict)
@@ -74,12 +73,12 @@ class Results:
 
     @property
     def all_survived(self) -> bool:
-        """Whether every kill fired and was survived, and every run came to its end, leaving nothing."""
+        """Whether every kill came and was survived, and every run ended and left nothing over."""
         return all(each.drill["passed"] and each.difference is not None for each in self.kills.values())
 
     @property
     def slower_start(self) -> float | None:
-        """How many times torchrun's time ours is: median of the rounds' ratios."""
+        """How many times torchrun's time imece needs to start: median of the rounds' ratios."""
         if not self.start:
             return None
         ours, others = self.start.values()

@@ -1,9 +1,11 @@
-"""`imece bench recovery`: ranks of a real training are killed at random instants, beside torchrun.
+"""`imece bench recovery`: kills ranks of a real training at random instants, and compares with torchrun.
 
-kills    each strategy: undisturbed, and under `imece drill`
-cost     what being ready for that adds to a step
-torch    torchrun and torch's DistributedDataParallel with a checkpoint each few steps, a rank killed
-start    from the command to the first finished step, imece launch beside torchrun
+Its parts:
+
+    kills    each strategy, undisturbed and under `imece drill`
+    cost     what readiness for failures adds to a step
+    torch    torchrun and torch's DistributedDataParallel with a checkpoint every few steps, one rank killed
+    start    time from the command to the first finished step, imece launch beside torchrun
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from imece.bench.recovery.runs import (
 from imece.bench.recovery.targets import COST_STRATEGIES
 
 TORCHRUN = {"as it is": {}, "without a shared store": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
-"""By what is said of it: its environment."""
+"""Description -> environment variables."""
 _MARGIN = 1.5
 _START_RANKS = 2
 _START_ROUNDS = 3
@@ -56,7 +58,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference of two models' parameters, by the norm of the second's."""
+    """The norm of the difference of two models' parameters, over the norm of the second's."""
     if one.keys() != other.keys():
         raise ValueError("two models with other parameters cannot be compared")
     apart = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
@@ -65,9 +67,9 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def goodput(step_s: float, figures: dict[str, Any]) -> float | None:
-    """The speed under kills by the undisturbed run's, or by that before the first kill if it was higher.
+    """The rate under kills, over the undisturbed run's, or over that before the first kill if it was higher.
 
-    A machine that has other work to do is not equally fast twice: so it is not flattered by that.
+    A machine with other work is not equally fast twice; taking the higher rate avoids flattering the result.
     """
     hit, calm = figures["hit_steps_per_s"], figures["calm_steps_per_s"]
     return None if hit is None else hit / max(1 / step_s, calm or 0.0)
@@ -91,7 +93,7 @@ def _kills(results: Results, folder: Path, say: Callable[[str], None]) -> None:
         task = Task(str(calm), strategy, plan.steps, plan.steps, pause_s=plan.pause_s)
         undisturbed = train(task, plan.ranks)
         step_s = undisturbed.seconds / (plan.steps - 1)
-        # How long the kills take nobody knows in steps: it ends by itself, a while after the last one.
+        # Nobody knows how many steps the kills take, so the run ends some time after the last one.
         after = math.ceil(_MARGIN * plan.every_s / step_s)
         task = Task(
             str(hit), strategy, sys.maxsize - 1, plan.steps, pause_s=plan.pause_s,

@@ -1,4 +1,5 @@
-"""The programs of `imece bench recovery`: started, hit, waited for, and ended with all that they started."""
+"""Runs the programs of `imece bench recovery`: starts, hits and awaits them, and ends all that they
+started."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 class RunError(RuntimeError):
-    """A program ended in another way than it should have."""
+    """A program ended in an unexpected way."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,24 @@ class Trained:
 
 @dataclass(frozen=True)
 class TorchKill:
-    """A rank of a torchrun was killed."""
+    """A rank under torchrun was killed."""
 
     recovery_s: float | None
-    """Up to the next finished step; None if that did not come in GIVEN_UP_S."""
+    """Until the next finished step; None if there was none within GIVEN_UP_S."""
     again: int | None
-    """Steps that were finished before and had to be made once more."""
+    """Finished steps that had to be made again."""
 
 
 @contextlib.contextmanager
 def copied_package(folder: Path) -> Iterator[None]:
-    """Within, all programs that are started import a copy of the package, in `folder`.
+    """Inside, all programs import a copy of the package in `folder`.
 
-    A replacement imports what lies on the disk at that moment: whoever edits the package during a run would
-    give it other code than the survivors have.
+    A replacement imports what is on the disk at that moment: if somebody edits the package during a run, it
+    would have other code than the survivors.
     """
     package = folder / "imece"
     shutil.copytree(Path(imece.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    compileall.compile_dir(package, quiet=2)  # now, and not in what is timed
+    compileall.compile_dir(package, quiet=2)  # now, so that it is not timed
     theirs = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(folder), theirs] if theirs else [str(folder)])
     before = dict(os.environ)
@@ -83,7 +84,7 @@ def copied_package(folder: Path) -> Iterator[None]:
 
 
 def train(task: Task, ranks: int) -> Trained:
-    """Without any fault."""
+    """A run without faults."""
     _run((*_IMECE, "launch", "--ranks", str(ranks), "-m", _RANK, recovery_rank.as_argument(task)))
     return _trained(task)
 
@@ -91,7 +92,7 @@ def train(task: Task, ranks: int) -> Trained:
 def drill(
     task: Task, ranks: int, kills: int, every_s: float, seed: int
 ) -> tuple[Trained | None, dict[str, Any]]:
-    """The same under `imece drill`, and its figures; None if the run did not come to its end."""
+    """The same under `imece drill`, with its figures; None if the run did not end."""
     figures = Path(task.folder) / "drill.json"
     options = ("--ranks", str(ranks), "--kills", str(kills), "--every-s", str(every_s), "--seed", str(seed))
     argv = (*_IMECE, "drill", *options, "--json", str(figures), "-m", _RANK)
@@ -104,7 +105,7 @@ def drill(
 
 
 def cost(task: Task, ranks: int) -> dict[str, Any]:
-    """What being ready for a fault adds to a step."""
+    """What readiness for failures adds to a step."""
     _run((*_IMECE, "launch", "--ranks", str(ranks), "-m", _RANK, recovery_rank.as_argument(task)))
     found: dict[str, Any] = json.loads((Path(task.folder) / COST).read_text())
     return found
@@ -122,7 +123,7 @@ def start(ours: bool, ranks: int, folder: Path) -> float:
 def kill_under_torchrun(
     ranks: int, checkpoint_every: int, folder: Path, rng: random.Random, environ: Mapping[str, str]
 ) -> TorchKill:
-    """SIGKILL of a random rank, at a random instant after the first checkpoint."""
+    """Send SIGKILL to a random rank, at a random instant after the first checkpoint."""
     task = TorchTask(str(folder), steps=10**6, checkpoint_every=checkpoint_every)
     argv = (*_TORCHRUN, "--max-restarts", "3", "--nproc-per-node", str(ranks), "-m", _TORCH)
     with _running((*argv, recovery_torch.as_argument(task)), environ) as (child, log):
@@ -136,7 +137,7 @@ def kill_under_torchrun(
         old_pid = _progress(folder)[-1][2]
         killed = time.monotonic()
         rng.choice(workers).kill()
-        # Whoever is alive may finish the step that the dead one had done its part of: that is no recovery.
+        # Survivors may finish the step for which the dead rank had done its part: that is no recovery.
         if not _wait(lambda: _progress(folder)[-1][2] != old_pid, child, GIVEN_UP_S):
             return TorchKill(None, None)
         lines = _progress(folder)
@@ -152,7 +153,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def _progress(folder: Path) -> list[tuple[float, int, int]]:
-    """(when, finished steps, rank 0's process) of each."""
+    """(time, finished steps, rank 0's process) for each line."""
     try:
         lines = (folder / PROGRESS).read_text().splitlines(keepends=True)
     except FileNotFoundError:
@@ -162,7 +163,7 @@ def _progress(folder: Path) -> list[tuple[float, int, int]]:
 
 
 def _wait(until: Callable[[], bool], child: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Until it is so; False if the program ends before, or after `timeout_s`."""
+    """Wait until it is true; False if the program ends before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not until():
         if time.monotonic() > deadline or child.poll() is not None:
@@ -172,7 +173,7 @@ def _wait(until: Callable[[], bool], child: subprocess.Popen[bytes], timeout_s: 
 
 
 def _run(argv: Argv, statuses: tuple[int, ...] | None = (0,)) -> str:
-    """To its end; its output. RunError for another status than these; None: any."""
+    """Run to the end; returns the output. RunError for another status than these; None: any."""
     with _running(argv, {}) as (child, log):
         child.wait()
         if statuses is not None and child.returncode not in statuses:
@@ -182,7 +183,7 @@ def _run(argv: Argv, statuses: tuple[int, ...] | None = (0,)) -> str:
 
 @contextlib.contextmanager
 def _running(argv: Argv, environ: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A program and the file with its output; on leaving it ends, and all that it started."""
+    """A program and the file with its output; on leaving it is ended, with everything that it started."""
     with tempfile.TemporaryDirectory(prefix="imece-bench-") as folder:
         log = Path(folder) / "log"
         parent = os.getpid()
@@ -198,7 +199,8 @@ def _running(argv: Argv, environ: Mapping[str, str]) -> Iterator[tuple[subproces
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """It first, for it would start others. torchrun's ranks have sessions of their own and may outlive it."""
+    """End the program first, because it would start others. torchrun's ranks have sessions of their own and
+    may outlive it."""
     if child.poll() is not None:
         return
     below = psutil.Process(child.pid).children(recursive=True)

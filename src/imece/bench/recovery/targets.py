@@ -1,4 +1,4 @@
-"""What was promised of recovery, beside what was measured."""
+"""What was promised for recovery, and whether it was met."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from imece.bench.recovery.record import Kills, Results
 from imece.bench.targets import times, verdict
 
 MEDIAN_S, WORST_S = 1.0, 2.0
-AGAIN_STEPS = 1  # of a kill
+AGAIN_STEPS = 1  # per kill
 APART = 1e-5
 COMPARED_STEPS = 200  # at least
 GOODPUT, EVERY_S = 0.80, 15.0
 COST_STRATEGIES = {"replicate": 0.01, "zero1": 0.05, "zero3": 0.05}
-"""What being ready may add to a step."""
+"""How much readiness may add to a step."""
 
 
 def judged(results: Results) -> list[str]:
-    """One line a promise: met, missed, or not measured in this run."""
+    """One line per promise: met, missed, or not measured in this run."""
     shown = [line for found in results.kills.values() for line in _of_kills(found, results.plan.every_s)]
     for strategy, bound in COST_STRATEGIES.items():
         text = f"{strategy}: being ready adds at most {bound:.0%} to a step"
@@ -51,14 +51,12 @@ def _of_kills(found: Kills, every_s: float) -> list[str]:
     ]  # fmt: skip
     text = f"{name}: parameters after {found.compared} steps at most {APART:g} apart"
     if found.difference is not None and found.kills_compared:
-        judged = found.compared >= COMPARED_STEPS  # nothing was promised after fewer
+        judged = found.compared >= COMPARED_STEPS  # fewer steps were not promised
         shown.append(verdict(found.difference <= APART if judged else None, text, f"{found.difference:.1e}"))
     else:
         shown.append(verdict(None, text))
     if found.goodput is not None:
-        met = (
-            found.goodput >= GOODPUT if every_s >= EVERY_S else None
-        )  # nothing was promised for more of them
+        met = found.goodput >= GOODPUT if every_s >= EVERY_S else None  # more of them were not promised
         text = f"{name}: goodput at least {GOODPUT:.0%} with a kill every {EVERY_S:g} s"
         shown.append(verdict(met, text, f"{found.goodput:.0%} with one every {every_s:g} s"))
     return shown
@@ -77,5 +75,5 @@ def _beside_torchrun(results: Results) -> str:
 
 
 def recoveries(found: Kills) -> list[float]:
-    """Seconds of each that was survived."""
+    """Seconds of each recovery."""
     return [fault["recovery_s"] for fault in found.drill["faults"] if fault["recovery_s"] is not None]

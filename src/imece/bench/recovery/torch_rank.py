@@ -1,7 +1,7 @@
-"""The same training with torch alone: DistributedDataParallel on Gloo, a checkpoint each few steps.
+"""The same training with torch alone: DistributedDataParallel on Gloo, with a checkpoint every few steps.
 
-It appends a line for each finished step to a file: what is measured from outside. Under torchrun it starts
-again from the checkpoint; `imece launch` starts it too, for the time up to the first step.
+It appends a line for each finished step to a file, which is measured from outside. Under torchrun it restarts
+from the checkpoint; `imece launch` starts it too, to time the start.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PROGRESS, CHECKPOINT = "progress", "checkpoint.pt"
 
 @dataclass(frozen=True)
 class TorchTask:
-    """What a rank is to do."""
+    """A rank's task."""
 
     folder: str
     steps: int
     checkpoint_every: int = 10
-    """Steps."""
+    """In steps."""
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def as_argument(task: TorchTask) -> str:
-    """For the command line."""
+    """The task as a command-line argument."""
     return json.dumps(asdict(task))
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints in the background."""
+"""Measures checkpoints that are saved in the background."""

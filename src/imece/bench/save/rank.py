@@ -1,4 +1,4 @@
-"""One rank of `imece bench save`: a model of its own in one strategy, which it trains and saves."""
+"""One rank of `imece bench save`: trains and saves a model in one strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from imece.collectives import ops
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -29,7 +29,7 @@ class Rank:
         self._alarms: list[str] = []
 
     def build(self, strategy: str, model: str, tokens: int, folder: str) -> dict[str, Any]:
-        """Make the model; its size."""
+        """Make the model; returns its size."""
         self._shape, self._tokens = MODELS[model], tokens
         made = new_decoder(self._shape)
         parameters = sum(each.numel() for each in made.parameters())
@@ -43,7 +43,7 @@ class Rank:
         return {"parameters": parameters}
 
     def step(self) -> dict[str, Any]:
-        """Seconds of a step after a barrier; and whether the save under way was then still so."""
+        """Seconds of a step after a barrier, and whether the save was still under way after it."""
         inputs = batch(self._shape, self._tokens, self._mesh.rank)
         ops.barrier(group=self._mesh.world_group)
         began = time.perf_counter()
@@ -53,23 +53,23 @@ class Rank:
         return {"seconds": time.perf_counter() - began, "saving": self._checkpoints.is_saving}
 
     def save(self) -> dict[str, Any]:
-        """Begin a save: seconds in which nothing else could be done."""
+        """Begin a save; returns the seconds in which training stood still."""
         ops.barrier(group=self._mesh.world_group)
         began = time.perf_counter()
         self._begin()
         return {"seconds": time.perf_counter() - began}
 
     def finish(self) -> dict[str, Any]:
-        """Bytes that this rank wrote in the newest save, which is on the disk when this returns."""
+        """Wait until the newest save is on the disk; returns the bytes that this rank wrote."""
         if not self._checkpoints.finish():
             raise RuntimeError("; ".join(self._alarms))
         written = step_folder(self._folder, self._saves) / file_name(self._mesh.rank)
         return {"written_bytes": written.stat().st_size}
 
     def memory(self) -> dict[str, Any]:
-        """Bytes that were resident beyond those before, while the first save was made; None if not known.
+        """Bytes by which resident memory grew during the first save; None if unknown.
 
-        No step is made meanwhile: what it takes and gives back would hide it.
+        No step runs meanwhile: the memory that steps take and free would hide it.
         """
         before = peak_from_now_on()
         self._begin()
@@ -81,5 +81,5 @@ class Rank:
         self._checkpoints.save(self._saves, self._state.tensors(), {}, None)
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

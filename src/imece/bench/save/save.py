@@ -16,10 +16,10 @@ from imece.data_parallel.strategy import STRATEGIES as BY_NAME
 
 MODULE = "imece.bench.save.rank"
 STRATEGIES = tuple(BY_NAME)
-DELAY_STEPS = 1.0  # a save holds training up for at most so many
-FIXED_BYTES = 16 * 2**20  # that a rank may write and hold besides its part of the state
+DELAY_STEPS = 1.0  # most steps by which a save may delay training
+FIXED_BYTES = 16 * 2**20  # what a rank may write and hold beyond its part of the state
 _WARM_UP = 2
-_LONGEST = 100  # steps beside one save
+_LONGEST = 100  # most steps during one save
 
 
 @dataclass(frozen=True)
@@ -32,33 +32,33 @@ class Plan:
     tokens: int = 128
     rounds: int = 5
     steps: int = 3
-    """Undisturbed ones of a round; those beside a save are as many as it takes."""
+    """Undisturbed steps per round; steps during a save are as many as it takes."""
     folder: Path | None = None
-    """Where checkpoints are written; None: where temporary files are."""
+    """Where checkpoints are written; None: the folder for temporary files."""
 
 
 @dataclass
 class Row:
-    """One strategy. Bytes: of the rank with most."""
+    """One strategy. Bytes are of the rank with most."""
 
     strategy: str
     parameters: int
-    """Of the model."""
+    """In the model."""
     state_bytes: int
     """Of the whole checkpoint."""
     share_bytes: int
     """A rank's part of it."""
     written_bytes: int
     grown_bytes: int | None
-    """How much more was resident during a save; None where the kernel does not tell."""
+    """Growth of resident memory during a save; None if the kernel does not tell."""
     step_s: list[float] = field(default_factory=list)
-    """Of each round: the median of undisturbed ones."""
+    """For each round, the median of undisturbed steps."""
     copy_s: list[float] = field(default_factory=list)
     """In which training stood still."""
     save_s: list[float] = field(default_factory=list)
-    """From the beginning of a save to the end of the step in which it was on the disk."""
+    """From the beginning of a save to the end of the step in which it reached the disk."""
     delays: list[float] = field(default_factory=list)
-    """By how many undisturbed steps training came later."""
+    """Delay of training in undisturbed steps."""
 
     @property
     def delay(self) -> float:
@@ -98,7 +98,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def judged(results: Results) -> list[str]:
-    """What was asked for beside what was measured."""
+    """Targets and what was measured."""
     shown = []
     for row in results.rows:
         low, high = min(row.delays), max(row.delays)
@@ -150,7 +150,7 @@ def _measure(crew: Crew, strategy: str, plan: Plan, folder: str) -> Row:
 
 
 def _hosts(strategy: str, ranks: int) -> list[dict[str, str]] | None:
-    """For hybrid strategies the ranks are as if on two hosts."""
+    """For hybrid strategies: variables with which ranks pretend to be on two hosts."""
     if not BY_NAME[strategy].hybrid:
         return None
     per_host = ranks // 2

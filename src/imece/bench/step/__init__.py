@@ -1,1 +1,1 @@
-"""A training step in every way of training."""
+"""Measures a training step in every way of training."""

@@ -1,4 +1,4 @@
-"""`imece bench step --parameters`: what a wrapper costs backward for each parameter, however small it is."""
+"""`imece bench step --parameters`: what a wrapper costs in backward per parameter, however small it is."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Results:
     seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Number of parameters -> way -> a figure for each round."""
     processor_s: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """The same in processor time of the thread that runs backward: without waiting for other ranks, and
-    without other programs' time on a busy machine."""
+    """The same in processor time of the thread that runs backward, which excludes waiting for other ranks and
+    other programs' time."""
     taken: dict[int, Taken] = field(default_factory=dict)
-    """Number of parameters -> what others had of the processor meanwhile."""
+    """Number of parameters -> processor time that others took meanwhile."""
 
     def cost_us(self, parameters: int, way: str) -> float:
-        """Microseconds of processor time that `way` adds for each parameter: median of the differences."""
+        """Microseconds of processor time that `way` adds per parameter: median of the differences."""
         return self._added_us(self.processor_s[parameters], parameters, way)
 
     def wall_us(self, parameters: int, way: str) -> float:
@@ -54,7 +54,7 @@ class Results:
 
     @property
     def growth(self) -> float:
-        """How many times as much a parameter costs among most as among fewest: 1 if the cost is linear."""
+        """Cost of a parameter among the most, over that among the fewest: 1 if the cost is linear."""
         fewest, most = self.plan.parameters[0], self.plan.parameters[-1]
         return self.cost_us(most, OURS) / max(1e-3, self.cost_us(fewest, OURS))
 
@@ -75,7 +75,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         for parameters in plan.parameters:
             for way in _WAYS:
                 crew.ask("chain", way=way, parameters=parameters)
-                crew.ask("backward", way=way)  # the first one makes buckets
+                crew.ask("backward", way=way)  # the first backward makes buckets
             rounds, results.taken[parameters] = alternate(
                 _WAYS, plan.rounds, lambda way: crew.ask("backward", way=way)
             )
@@ -111,7 +111,7 @@ def lines(results: Results) -> list[str]:
 
 
 def judged(results: Results) -> list[str]:
-    """What was promised beside what was measured."""
+    """Promises and what was measured."""
     shown = [
         verdict(
             cost <= PARAMETER_COST_US,

@@ -1,4 +1,4 @@
-"""One rank of `imece bench step`: the same model in every way of training, in one process."""
+"""One rank of `imece bench step`: runs the same model in every way of training, in one process."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from imece.bench.step.ways import Builder, Way
 from imece.data_parallel import footprint
 from imece.data_parallel.sharding.cast import MixedPrecision
 
-_BACKWARDS = 3  # of a round, in the measure of what a parameter costs
+_BACKWARDS = 3  # per round, to measure a parameter's cost
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        heap.keep_from_first_step()  # as imece.init() does; page faults would fall on one way or another
+        heap.keep_from_first_step()  # as imece.init() does; otherwise page faults would hit the ways unevenly
         self._builder = Builder()
         self._ways: dict[str, Way] = {}
         self._chains: dict[str, nn.Module] = {}
         self._steps: dict[str, int] = {}
 
     def build(self, way: str) -> dict[str, Any]:
-        """Make it; what went wrong, in a line, if it cannot be made."""
+        """Make the way; returns an error in one line if that fails."""
         try:
             self._ways[way] = self._builder.build(way)
         except Exception as error:  # noqa: BLE001 - told to the person, while the other ways go on
@@ -46,7 +46,7 @@ class Rank:
         return {"parameters": sum(p.numel() for p in self._ways[way].model.parameters())}
 
     def measure(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` training steps after a barrier, and the last loss."""
+        """Average seconds of `steps` training steps after a barrier, and the last loss."""
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -55,7 +55,7 @@ class Rank:
         return {"seconds": (time.perf_counter() - begin) / steps, "loss": float(loss.detach())}
 
     def trace(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
-        """What `steps` steps of `way`, which is one of imece's, did with their time."""
+        """Traces of `steps` steps in one of imece's ways."""
         model: Any = self._ways[way].model
         model.record_trace(True)
         dist.barrier()
@@ -67,8 +67,8 @@ class Rank:
         return {"traces": traces}
 
     def memory(self, way: str, tokens: int) -> dict[str, Any]:
-        """Bytes after 3 steps: the most that was resident so far; and after a backward what lies in memory
-        that ranks share, and all that is resident, where a page counts by halves if two ranks have it."""
+        """Bytes after 3 steps: peak resident so far; and, after a backward, memory in use that ranks share,
+        and all resident memory, where a page that two ranks share counts half."""
         for _ in range(2):
             self._finish(way, self._forward(way, tokens))
         loss = self._forward(way, tokens)
@@ -80,7 +80,8 @@ class Rank:
     def footprint(
         self, way: str, model: str, bf16: bool, offload: str | None, tokens: int, steps: int
     ) -> dict[str, Any]:
-        """Bytes by category of a model of its own in one strategy, after `steps` steps, and as predicted."""
+        """Bytes by category, counted and predicted, of a separate model in one strategy after `steps`
+        steps."""
         shape = MODELS[model]
         precision = MixedPrecision(torch.bfloat16, torch.bfloat16) if bf16 else None
         made = self._builder.build_strategy(way, shape, precision, offload)
@@ -101,12 +102,13 @@ class Rank:
         }  # fmt: skip
 
     def chain(self, way: str, parameters: int) -> dict[str, Any]:
-        """Make a model of so many parameters of 8 elements each, in place of the one before."""
+        """Make a model of this many parameters of 8 elements each, replacing the previous one."""
         self._chains[way] = self._builder.wrap(way, Chain(parameters))
         return {}
 
     def backward(self, way: str) -> dict[str, Any]:
-        """Seconds of one backward of the chain, after a barrier, and its thread's processor time of them."""
+        """Seconds of one backward of the chain after a barrier, by the clock and of its thread's processor
+        time."""
         model, seconds, processor = self._chains[way], 0.0, 0.0
         for _ in range(_BACKWARDS):
             loss = model(torch.ones(Chain.NUMEL)).sum()
@@ -135,7 +137,8 @@ class Rank:
 
 
 class Chain(nn.Module):
-    """Products with many small parameters, one after the other: backward does next to nothing for each."""
+    """Products with many small parameters, one after the other, so that backward does almost nothing for
+    each."""
 
     NUMEL = 8
 
@@ -144,14 +147,14 @@ class Chain(nn.Module):
         self.factors = nn.ParameterList(torch.ones(self.NUMEL) for _ in range(parameters))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [NUMEL], and so is the result."""
+        """x and the result: [NUMEL]."""
         for factor in self.factors:
             x = x * factor
         return x
 
 
 def _bytes(file: str, name: str) -> int:
-    """A figure that the kernel tells about this process; 0 where it does not (no /proc)."""
+    """A figure of the kernel about this process; 0 if there is none (no /proc)."""
     try:
         text = Path(f"/proc/{os.getpid()}/{file}").read_text()
     except OSError:
@@ -160,5 +163,5 @@ def _bytes(file: str, name: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

@@ -26,42 +26,42 @@ class Plan:
     """What to measure."""
 
     ways: tuple[str, ...]
-    """Of ways.WAYS; ALONE is among them."""
+    """Names in ways.WAYS, including ALONE."""
     tokens: tuple[int, ...] = (128, 512)
-    """Of one rank in one step."""
+    """Per rank and step."""
     ranks: int = 2
     rounds: int = 7
     steps: int = 4
-    """Training steps of a round."""
+    """Training steps per round."""
     memory: bool = False
-    """Measure memory too: each way in ranks of its own."""
+    """Whether to measure memory too, each way in ranks of its own."""
 
     @property
     def targets(self) -> tuple[StepTarget, ...]:
-        """Those of strategies if any is measured, else those of DistributedDataParallel."""
+        """The targets of strategies if any is measured, else those of DistributedDataParallel."""
         return STRATEGY if self.base == _REPLICATE else STEP
 
     @property
     def base(self) -> str:
-        """The way with which the table compares the others."""
+        """The way to which the table compares the others."""
         return _REPLICATE if _REPLICATE in self.ways else _GLOO
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: the largest over the ranks, but where they are divided among them."""
+    """Bytes of one rank: the largest over the ranks, or their mean where they divide memory."""
 
     peak_bytes: int
-    """The most that was ever resident; memory that ranks share counts for each."""
+    """The peak of resident memory; memory that ranks share counts for each."""
     shared_bytes: int
-    """In memory that ranks share, after a backward; another rank's part counts once this one touched it."""
+    """Shared memory in use after a backward; another rank's part counts once this rank has touched it."""
     parts_bytes: int
-    """Resident after a backward, the mean over the ranks; memory that two ranks share counts by halves."""
+    """Resident after a backward, mean over the ranks; memory that two ranks share counts half."""
 
 
 @dataclass
 class Results:
-    """Seconds of one step in each round: the slowest rank's."""
+    """Seconds of one step in each round, on the slowest rank."""
 
     plan: Plan
     parameters: int = 0
@@ -70,13 +70,13 @@ class Results:
     seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Tokens -> way -> a figure for each round."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Rank 0's after the last round."""
+    """Rank 0's loss after the last round."""
     traces: dict[str, dict[int, list[StepTrace]]] = field(default_factory=dict)
-    """"128" or "128-overlap" -> rank -> the steps that imece traced."""
+    """ "128" or "128-overlap" -> rank -> the steps that imece traced."""
     memory: dict[int, dict[str, Memory]] = field(default_factory=dict)
-    """Tokens -> way -> what it took."""
+    """Tokens -> way -> its memory."""
     taken: dict[int, Taken] = field(default_factory=dict)
-    """Tokens -> what others had of the processor meanwhile."""
+    """Tokens -> processor time that others took meanwhile."""
 
     def added_s(self, tokens: int, way: str) -> float:
         """Seconds that `way` adds to a step without synchronisation: median of the rounds' differences."""
@@ -88,9 +88,9 @@ class Results:
         return ratio(self.seconds[tokens][than], self.seconds[tokens][way])
 
     def share(self, tokens: int, way: str, of: str) -> float:
-        """What `way` adds to a step, as a part of what `of` adds."""
+        """What `way` adds to a step, over what `of` adds."""
         ours, theirs = self.added_s(tokens, way), self.added_s(tokens, of)
-        if theirs <= 0:  # noise: the other's cannot be told from nothing
+        if theirs <= 0:  # noise: what the other adds cannot be told from 0
             return 0.0 if ours <= theirs else float("inf")
         return ours / theirs
 
@@ -140,7 +140,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             _measure(crew, results, tokens)
             for line in lines(results, tokens):
                 say(line)
-        for way in (OURS, OVERLAPPED):  # after all rounds: traced steps are steps of one way more
+        for way in (OURS, OVERLAPPED):  # after all rounds, because tracing makes more steps in one way only
             for tokens in plan.tokens if way in results.losses else ():
                 _trace(crew, results, way, tokens)
     for way, why in results.left_out.items():
@@ -163,7 +163,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def lines(results: Results, tokens: int) -> list[str]:
-    """The table of one number of tokens."""
+    """The table for one number of tokens."""
     plan, rounds = results.plan, results.seconds[tokens]
     base = plan.base
     compared = "of gloo" if base == _GLOO else "x replicate"
@@ -214,7 +214,7 @@ def write_timelines(
 ) -> None:
     """Write the traced steps for Perfetto to `trace` and a picture to `plot`.
 
-    If several were traced, each gets files of its own: trace.json -> trace-128-overlap.json.
+    If several ways were traced, each gets its own files: trace.json -> trace-128-overlap.json.
     """
     if not results.traces and (trace or plot):
         say(f"no timeline: {OURS} was not measured")
@@ -235,7 +235,7 @@ def write_timelines(
 
 
 def typical(traces: dict[int, list[StepTrace]]) -> dict[int, list[StepTrace]]:
-    """Of each rank one step, the same one: the one of median length, as the slowest rank sees it."""
+    """For each rank the same single step: the one of median length on the slowest rank."""
     lengths = [
         max(step.end_s - step.forward_start_s for step in together)
         for together in zip(*traces.values(), strict=True)
@@ -245,7 +245,7 @@ def typical(traces: dict[int, list[StepTrace]]) -> dict[int, list[StepTrace]]:
 
 
 def _build(crew: Crew, results: Results) -> None:
-    """Every way that can be built, each with its first steps, which make buckets and optimizer states."""
+    """Every way that can be built, after its first steps, which make buckets and optimizer states."""
     for way in results.plan.ways:
         if way in results.left_out:
             continue
@@ -280,12 +280,12 @@ def _trace(crew: Crew, results: Results, way: str, tokens: int) -> None:
 
 
 def step_trace(facts: dict[str, Any]) -> StepTrace:
-    """The opposite of dataclasses.asdict."""
+    """The reverse of dataclasses.asdict."""
     return StepTrace(**facts | {"buckets": [BucketTrace(**bucket) for bucket in facts["buckets"]]})
 
 
 def _memory(results: Results) -> None:
-    """Sizes ascending, since a process remembers its peak."""
+    """Sizes ascend, because a process remembers its peak."""
     plan = results.plan
     for way in results.losses:
         with Crew.of_ranks(f"memory of {way}", MODULE, plan.ranks) as crew:
@@ -293,7 +293,7 @@ def _memory(results: Results) -> None:
             for tokens in sorted(plan.tokens):
                 answers = crew.ask("memory", way=way, tokens=tokens)
                 largest = {name: max(answer[name] for answer in answers) for name in answers[0]}
-                # Which rank has touched a page that both may is chance: all of them together have it once.
+                # It is chance which rank touched a page that both may touch; together they have it once.
                 parts = statistics.mean(answer["parts_bytes"] for answer in answers)
                 found = Memory(**largest | {"parts_bytes": round(parts)})
                 results.memory.setdefault(tokens, {})[way] = found
@@ -304,5 +304,5 @@ def _for_trace(path: Path, name: str, results: Results) -> Path:
 
 
 def wanted(ways: Sequence[str]) -> tuple[str, ...]:
-    """`ways` with the one that all are compared with, first."""
+    """`ways` with the one that all are compared with first."""
     return (ALONE, *(way for way in ways if way != ALONE))

@@ -35,7 +35,7 @@ class Way:
 
     model: nn.Module
     optimizer: Any
-    """A torch optimizer, or what Accelerate, Fabric or DeepSpeed put around one."""
+    """A torch optimizer, or the wrapper of Accelerate, Fabric or DeepSpeed around one."""
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
 
@@ -48,13 +48,13 @@ def missing(way: str) -> str | None:
 
 
 class Builder:
-    """Makes the ways of one rank; every rank must make the same ones in the same order."""
+    """Makes the ways of one rank; all ranks must make the same ones in the same order."""
 
     def __init__(self) -> None:
         self._shm: dist.ProcessGroup | None = None
 
     def build(self, way: str) -> Way:
-        """A reference model of its own with its optimizer, to be trained in one of WAYS."""
+        """A separate reference model with its optimizer, for training in one of WAYS."""
         model = new_decoder(REFERENCE)
         if way == "accelerate":
             return _accelerate(model)
@@ -76,7 +76,7 @@ class Builder:
     ) -> Way:
         """A model of this shape in one of STRATEGIES. precision: None for the model's own dtypes.
 
-        offload: to memory that is no other than the model's, but counted as the host's.
+        offload: to memory of the same kind, but counted as the host's.
         """
         model = new_decoder(shape)
         name, _, gather = way.partition("-")
@@ -88,7 +88,7 @@ class Builder:
         return Way(*made)
 
     def wrap(self, way: str, model: nn.Module) -> nn.Module:
-        """`model` in the wrapper of `way`: of those that are nothing but a wrapper."""
+        """`model` in the wrapper of `way`, for ways that are only a wrapper."""
         if way == ALONE:
             return model
         if way in (OURS, OVERLAPPED):
@@ -100,7 +100,7 @@ class Builder:
         )
 
     def _shared_memory(self) -> dist.ProcessGroup:
-        """The group on shm: made when first wanted, since who does not use it should not pay for it."""
+        """The group on shm, made on first use, so that ways without it do not pay for it."""
         if self._shm is None:
             self._shm = dist.new_group(backend="shm")
         return self._shm
@@ -129,17 +129,17 @@ def _fully_shard(model: nn.Module) -> Way:
 
 
 class _EngineSteps:
-    """DeepSpeed's engine as an optimizer: its step zeroes gradients too."""
+    """DeepSpeed's engine as an optimizer; its step also zeroes gradients."""
 
     def __init__(self, engine: Any) -> None:
         self.step: Callable[[], object] = engine.step
 
     def zero_grad(self) -> None:
-        """They are zeroed."""
+        """Nothing to do: `step` has zeroed them."""
 
 
 def _deepspeed(model: nn.Module) -> Way:
-    """ZeRO-3 with DeepSpeed's own defaults, on torch's fused AdamW; its own needs to be compiled."""
+    """ZeRO-3 with DeepSpeed's defaults, on torch's fused AdamW: its own must be compiled."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed import initialize
 
@@ -147,7 +147,7 @@ def _deepspeed(model: nn.Module) -> Way:
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # 1.0 by default, and nobody else clips here
+        "gradient_clipping": 0.0,  # default 1.0, but no other way clips
     }  # fmt: skip
     engine, *_ = initialize(
         model=model, optimizer=optimizer_of(model), config=config, dist_init_required=False

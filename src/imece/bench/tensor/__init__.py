@@ -1,1 +1,1 @@
-"""A step of ranks that divide matrices, beside one rank and beside torch's own way."""
+"""Compares a step of ranks that divide matrices with one rank and with torch's own way."""

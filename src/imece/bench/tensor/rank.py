@@ -1,4 +1,4 @@
-"""One rank of `imece bench tensor`: the same model divided in every way, in one process."""
+"""One rank of `imece bench tensor`: divides the same model in every way, in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from imece.collectives import ops
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -27,7 +27,7 @@ class Rank:
         self._vocabulary = 0
 
     def build(self, way: str, vocabulary: int) -> dict[str, Any]:
-        """Make it; those for another vocabulary are forgotten."""
+        """Make the way; ways for another vocabulary are dropped."""
         if vocabulary != self._vocabulary:
             self._ways.clear()
             self._vocabulary = vocabulary
@@ -35,7 +35,7 @@ class Rank:
         return {}
 
     def measure(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` training steps after a barrier, and the last loss."""
+        """Average seconds of `steps` training steps after a barrier, and the last loss."""
         if not self._takes_part(way):
             return {"seconds": 0.0}
         made, given = self._ways[way], self._batch(tokens)
@@ -47,11 +47,11 @@ class Rank:
         return {"seconds": (time.perf_counter() - begin) / steps, "loss": float(loss)}
 
     def memory(self, way: str, tokens: int) -> dict[str, Any]:
-        """Bytes that forward and backward have at most besides parameters, their gradients and optimizer."""
+        """Peak bytes of forward and backward beyond parameters, gradients and optimizer."""
         if not self._takes_part(way):
             return {"bytes": 0}
         made, given = self._ways[way], self._batch(tokens)
-        made.run(*given)  # from here on there are gradients, to which others are added
+        made.run(*given)  # makes gradients, to which later ones are added
         found = most_bytes(lambda: made.run(*given))
         made.optimizer.zero_grad()
         return {"bytes": found}
@@ -60,13 +60,13 @@ class Rank:
         return way != ALONE or self._mesh.rank == 0
 
     def _batch(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Of the smallest vocabulary, so the same for all; the same on all ranks."""
+        """A batch from the smallest vocabulary, so that it is the same for all ways and on all ranks."""
         drawn = batch(REFERENCE, tokens, seed=0) % self._vocabulary
         return drawn[:, :-1], drawn[:, 1:]
 
 
 def most_bytes(run: Callable[[], object]) -> int:
-    """What torch's allocator gives out meanwhile, and has not got back, at most."""
+    """Peak bytes that torch's allocator gives out during `run`, beyond those before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -80,5 +80,5 @@ def most_bytes(run: Callable[[], object]) -> int:
     return most
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

@@ -14,8 +14,8 @@ from imece.bench.rounds import Taken, alternate
 from imece.bench.tensor.ways import ALONE, WAYS
 
 _MODULE = "imece.bench.tensor.rank"
-_FIRST = 2  # steps: the second loss is of parameters that the first gradients changed
-_NEAR = 1e-3  # of that loss: all train the same model
+_FIRST = 2  # steps: the second loss depends on the first gradients
+_NEAR = 1e-3  # relative difference of that loss between ways of training the same model
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Plan:
 
     ranks: int = 2
     tokens: tuple[int, ...] = (128, 512)
-    """Of a step."""
+    """Per step."""
     vocabularies: tuple[int, ...] = (512, 16384)
     rounds: int = 7
     steps: int = 4
-    """Training steps of a round."""
+    """Training steps per round."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,30 @@ class Row:
     vocabulary: int
     tokens: int
     seconds: list[float]
-    """Of a step in each round: the slowest rank's."""
+    """Per step in each round, on the slowest rank."""
     loss: float
     """Of the second step."""
     memory_bytes: int
-    """That forward and backward have at most besides parameters, gradients and optimizer: of the rank that
-    has most."""
+    """Peak of forward and backward beyond parameters, gradients and optimizer, on the rank that has most."""
 
     @property
     def step_s(self) -> float:
-        """The median round's."""
+        """The median over the rounds."""
         return statistics.median(self.seconds)
 
 
 @dataclass
 class Results:
-    """Of all ways."""
+    """Results for all ways."""
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
     taken: list[Taken] = field(default_factory=list)
-    """What others had of the processor meanwhile: of each vocabulary and number of tokens."""
+    """Processor time that others took meanwhile, for each vocabulary and number of tokens."""
 
     @property
     def odd_ones(self) -> list[str]:
-        """Ways that did not train the model that one rank did."""
+        """Ways that did not train the same model as one rank did."""
         known = {(each.vocabulary, each.tokens): each.loss for each in self.rows if each.way == ALONE}
         return [
             f"{each.way}: a loss of {each.loss:g}, and {expected:g} on one rank"
@@ -100,8 +99,8 @@ def _measure(crew: Crew, plan: Plan, vocabulary: int, tokens: int) -> tuple[list
         return slowest(crew.ask("measure", way=way, tokens=tokens, steps=plan.steps))
 
     for way in WAYS:
-        # New ones, of which the first steps prepare what all others use. Later losses tell nothing: roundings
-        # grow from step to step where the same batch is learnt again and again.
+        # New models, whose first steps prepare what the later ones use. Later losses say nothing: rounding
+        # grows from step to step when the same batch is learnt again and again.
         crew.ask("build", way=way, vocabulary=vocabulary)
         losses[way] = crew.ask("measure", way=way, tokens=tokens, steps=_FIRST)[0]["loss"]
     seconds, taken = alternate(WAYS, plan.rounds, measure)

@@ -1,4 +1,4 @@
-"""The ways of dividing one model's matrices, all of them on the same ranks and the same backend."""
+"""The ways of dividing one model's matrices, all on the same ranks and backend."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from imece.mesh import Mesh
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 
-ALONE = "one rank"  # has the whole model, and the others wait
+ALONE = "one rank"  # that rank has the whole model, and the others wait
 WAYS = (ALONE, "imece", "imece, whole logits", "torch", "imece, sequence", "torch, sequence")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A model that is divided in one way, and its steps."""
+    """A model divided in one way, and its steps."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     run: Callable[[Tensor, Tensor], Tensor]
-    """Forward and backward of tokens and targets, int64 [batch, positions]: the loss."""
+    """Forward and backward of tokens and targets, int64 [batch, positions]; returns the loss."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss before it."""
+        """One step; returns the loss before it."""
         loss = self.run(tokens, targets)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -57,7 +57,7 @@ def shape(vocabulary: int) -> TransformerConfig:
 
 
 def build(way: str, vocabulary: int, mesh: Mesh) -> Way:
-    """Make it, with the same weights in each way. All ranks call it."""
+    """Make the way, with the same weights in each. All ranks call this."""
     torch.manual_seed(0)
     model = Transformer(shape(vocabulary))
     sequence = way.endswith("sequence")
@@ -81,7 +81,7 @@ def build(way: str, vocabulary: int, mesh: Mesh) -> Way:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """As `optimizer_of`; fused, it takes no plain tensors beside a DTensor in one group."""
+    """Like `optimizer_of`, but not fused: a fused one takes no group of plain tensors and DTensors."""
     groups: dict[type, list[nn.Parameter]] = {}
     for each in model.parameters():
         groups.setdefault(type(each.data), []).append(each)
@@ -89,7 +89,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _divided_by_torch(model: nn.Module, axis: DeviceMesh, sequence: bool) -> None:
-    """What `imece.tensor_parallel` divides, by torch's `parallelize_module`; logits stay divided."""
+    """Divide what `imece.tensor_parallel` divides, by torch's `parallelize_module`; logits stay divided."""
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -97,13 +97,13 @@ def _divided_by_torch(model: nn.Module, axis: DeviceMesh, sequence: bool) -> Non
         "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
     }
     for part, wide, narrow in (("attention", ("q", "k", "v"), "out"), ("mlp", ("gate", "up"), "down")):
-        # A DTensor, so that layers which share it sum the gradients before these travel.
+        # A DTensor, so that layers that share it sum their gradients before these travel.
         norm = SequenceParallel(use_local_output=False) if sequence else _given_out_as(between)
         plan[f"blocks.*.{part}.norm"] = norm
         plan |= {f"blocks.*.{part}.{name}": ColwiseParallel(input_layouts=Replicate()) for name in wide}
         plan[f"blocks.*.{part}.{narrow}"] = RowwiseParallel(output_layouts=between)
     parallelize_module(model, axis, plan)
-    if sequence:  # and it is gathered once for all of them
+    if sequence:  # gathered once for all of them
         for name, module in model.named_modules():
             if name.endswith((".attention.norm", ".mlp.norm")):
                 module.register_forward_hook(_gathered)

@@ -1,1 +1,1 @@
-"""`imece train` beside a plain loop."""
+"""Compares `imece train` with a plain loop."""

@@ -31,10 +31,10 @@ from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
 
 _OURS_MODULE, _PLAIN_MODULE = "imece.bench.train.rank", "imece.bench.train.plain"
-NEVER_DONE = 10**6  # steps of a run: its last one would validate and save
+NEVER_DONE = 10**6  # steps of a run, because its last one would validate and save
 
-# A tiny model on a few bytes of text: to see that everything works. It learns fast from the first step on, so
-# that a loop which does something else is seen soon.
+# A tiny model on a few bytes of text, to see that everything works. It learns fast from the first step on, so
+# a loop that does something else is noticed soon.
 QUICK = TrainConfig(
     model=ModelSection(preset="tiny"),
     data=DataSection(paths=(str(Path(json.__file__).parent),), tokenizer="bytes"),
@@ -48,13 +48,13 @@ class Plan:
     """What to measure."""
 
     ways: tuple[str, ...]
-    """Of train_targets.WAYS; the default is put before them."""
+    """Names in train_targets.WAYS; the default is put before them."""
     ranks: int = 2
     rounds: int = 5
     steps: int = 4
-    """Steps of a round."""
+    """Steps per round."""
     config: TrainConfig = field(default_factory=TrainConfig)
-    """Model, text, batch and optimizer; what else it says is not measured."""
+    """Model, text, batch and optimizer; the rest of it is not used."""
 
     def __post_init__(self) -> None:
         others = tuple(way for way in self.ways if way != self.default)
@@ -62,18 +62,18 @@ class Plan:
 
     @property
     def default(self) -> str:
-        """The way that `imece train` goes here when nothing else is asked for."""
+        """The way that `imece train` takes here by default."""
         return OURS[choose_precision(self.config.compute.dtype, torch.device("cpu")).name]
 
 
 class Contender:
-    """A way of training, and the crews that go on with it when ordered to, all at the same time."""
+    """A way of training, and the crews that continue it together when ordered to."""
 
     def __init__(self, way: str, crews: Sequence[Crew], folder: Path) -> None:
         self.way, self._crews, self._folder = way, crews, folder
 
     def open(self) -> dict[str, Any]:
-        """Begin; the first rank's answer."""
+        """Begin; returns the first rank's answer."""
         return self.ask("open", folder=str(self._folder))[0]
 
     def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ class Contender:
 
 
 def with_text(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> TrainConfig:
-    """The config with its text made into tokens, once for all."""
+    """The config with its text tokenized, once for all ways."""
     tokenizer, tokens = folder / "tokenizer.json", folder / "tokens"
     prepared = prepare(config.data.source(), tokenizer, tokens)
     name = ", ".join(config.data.paths) or "Python standard library"
@@ -100,10 +100,10 @@ def start_all(
 ) -> dict[str, Contender]:
     """All ways of the plan, by name; `crews` ends their processes. config: the plan's, with its text ready.
 
-    Ways that are alike share processes, for only one of them works at a time; a plain loop has its own.
+    Ways of the same kind share processes, because only one works at a time; a plain loop has its own.
     """
 
-    # Empty: what was compiled before is no help.
+    # Empty, so that nothing compiled earlier helps.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
 
     def start(name: str, module: str, ranks: int) -> Crew:
@@ -126,7 +126,7 @@ def start_all(
 
 
 def batch_of(config: TrainConfig, ranks: int) -> BatchPlan:
-    """UserError if so many ranks cannot share the batch."""
+    """The batch among this many ranks. UserError if they cannot divide it."""
     return plan_batch(config.batch, config.model.shape(config.data.vocab_size).max_seq, ranks)
 
 
@@ -135,7 +135,7 @@ def _config_of(way: str, plan: Plan, config: TrainConfig, run_folder: Path) -> T
     dtypes = {names[dtype]: dtype for names in (OURS, COMPILED, PLAIN, SAME_LOSS) for dtype in computed}
     dtype = dtypes[way if way in dtypes else plan.default]
     batch = config.batch
-    if way == ALONE:  # each of them does what one of the ranks does together with others
+    if way == ALONE:  # each rank does alone what a rank does among others
         share = batch_of(config, plan.ranks).sequences // plan.ranks
         batch = dataclasses.replace(batch, sequences=share, tokens=0)
     return dataclasses.replace(

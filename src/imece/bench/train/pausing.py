@@ -1,4 +1,4 @@
-"""A loop of `imece train` that is left after some steps, and can go on."""
+"""A loop of `imece train` that stops after some steps and can go on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from imece.train.watching import Watching
 
 
 class _EnoughError(Exception):
-    """As many steps as were ordered."""
+    """The ordered number of steps is made."""
 
 
 class _Watching(Watching):
-    """What a run always has, live line and files; and after the ordered steps the loop is left."""
+    """Shows and writes what a run always does, and leaves the loop after the ordered steps."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class _Watching(Watching):
 
 
 class PausingLoop:
-    """The loop of a session that is open."""
+    """The loop of an open session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -41,7 +41,7 @@ class PausingLoop:
         self._loop = Loop(session, self._watching, Stop())
 
     def go_on(self, steps: int) -> list[dict[str, Any]]:
-        """So many steps; their records."""
+        """Make this many steps; returns their records."""
         self._watching.ordered, self._watching.records = steps, []
         try:
             self._loop.run()
@@ -50,6 +50,6 @@ class PausingLoop:
         raise RuntimeError("the run came to its end: its config has too few steps")
 
     def close(self) -> None:
-        """What is shown and written of it is whole."""
+        """Complete what is shown and written."""
         self.session.checkpoints.close()
         self._watching.close()

@@ -29,11 +29,11 @@ from imece.train.schedule import learning_rate
 class PlainLoop:
     """torch's DistributedDataParallel on Gloo, torch's optimizers and clipping; it shows and writes nothing.
 
-    The model, and what it is trained with and on, are those of the run folder, so that both train the same.
+    Model, optimizer and data are those of the run folder, so that both train the same.
     """
 
     def __init__(self, folder: Path, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """folder: a run folder, of which the config counts, and token files that are there already.
+        """folder: a run folder with its config and existing token files.
 
         loss: of logits [B, T, V] and targets [B, T].
         """
@@ -50,7 +50,7 @@ class PlainLoop:
         self._done = 0
 
     def step(self) -> Tensor:
-        """One optimizer update; this rank's mean loss."""
+        """One optimizer step; returns this rank's mean loss."""
         model, plan, section = self._model, self._plan, self._config.optimizer
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -75,12 +75,12 @@ class PlainLoop:
 
 
 def plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """What everybody writes; under autocast it computes in float32."""
+    """The loss that everybody writes; under autocast it computes in float32."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -93,7 +93,7 @@ class Rank:
         return {}
 
     def measure(self, way: str, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` steps after a barrier, and this rank's part of the last one's loss."""
+        """Average seconds of `steps` steps after a barrier, and this rank's part of the last step's loss."""
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -102,5 +102,5 @@ class Rank:
         return {"seconds": seconds, "loss": float(loss)}
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

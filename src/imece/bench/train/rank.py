@@ -1,4 +1,4 @@
-"""One rank of `imece train` in `imece bench train`: the loop itself, some steps at a time."""
+"""One rank of `imece train` in `imece bench train`: runs the real loop, some steps at a time."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from imece.train.session import Session
 
 
 class Rank:
-    """The orders of a rank."""
+    """Methods are orders."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         sys.stdout = _Screen(open(os.devnull, "wb"))  # noqa: SIM115 - as long as the process
-        os.environ["TERM"] = "xterm"  # the live line is drawn, as for a person at a terminal
+        os.environ["TERM"] = "xterm"  # so that the live line is drawn, as at a terminal
         self._mesh = meshes.init(device="cpu")
         self._runs: dict[str, PausingLoop] = {}
 
     def open(self, way: str, folder: str) -> dict[str, Any]:
-        """Begin the run of a run folder's config; its size, its batch in words, how long it compiled."""
+        """Begin the run of a run folder's config; returns its size, its batch in words, and the seconds of
+        compiling."""
         session = Session.open(RunFolder(Path(folder)).config(), self._mesh)
         self._runs[way] = PausingLoop(session)
         return {
@@ -47,7 +48,7 @@ class Rank:
         }
 
     def measure(self, way: str, steps: int) -> dict[str, Any]:
-        """Seconds of one of `steps` steps after a barrier, the last loss, and every step's phases."""
+        """Average seconds of `steps` steps after a barrier, the last loss, and every step's phases."""
         ops.barrier(group=self._mesh.world_group)
         begin = time.perf_counter()
         records = self._runs[way].go_on(steps)
@@ -59,9 +60,9 @@ class Rank:
         }
 
     def measure_save(self, way: str, steps: int) -> dict[str, Any]:
-        """Seconds of each of `steps` steps, of which the first is followed by a save; that one is with it.
+        """Seconds of each of `steps` steps; a save follows the first one and counts with it.
 
-        whole: whether it was on the disk when they were over, so that none of its cost is missing.
+        whole: whether the save was on the disk at the end, so that none of its cost is missing.
         """
         session = self._runs[way].session
         usual, at = session.config, session.done + 1
@@ -74,10 +75,10 @@ class Rank:
         return {"steps_s": seconds, "whole": whole}
 
     def save(self, way: str) -> dict[str, Any]:
-        """Bytes that were resident beyond those before, while a save was made; and those it wrote.
+        """Growth of resident bytes during a save, and the bytes that it wrote.
 
-        No step is made meanwhile: what a step takes and gives back would hide it. grown_bytes is None where
-        the kernel does not tell.
+        No step runs meanwhile: the memory that steps take and free would hide it. grown_bytes is None if the
+        kernel does not tell.
         """
         session = self._runs[way].session
         before = peak_from_now_on()
@@ -105,5 +106,5 @@ def _phases(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: record[name] for name in record if name.endswith("_s") and name != "tokens_per_s"}
 
 
-if __name__ == "__main__":  # a crew has started it
+if __name__ == "__main__":  # started by a crew
     crew.serve(Rank)

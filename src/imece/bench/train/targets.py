@@ -1,4 +1,4 @@
-"""What was promised of `imece train`, beside what was measured."""
+"""What was promised for `imece train`, and whether it was met."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from imece.bench.targets import times
 
 OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
 COMPILED = {"bf16": "imece-compiled-bf16", "fp32": "imece-compiled-fp32"}
-"""The same with --compute.compile."""
+"""The same ways with --compute.compile."""
 PLAIN = {"bf16": "plain-bf16", "fp32": "plain-fp32"}
 SAME_LOSS = {"bf16": "plain-loss-bf16", "fp32": "plain-loss-fp32"}
 ONE_RANK, ALONE = "imece-1-rank", "no-sync"
 WAYS = (*OURS.values(), *COMPILED.values(), *PLAIN.values(), *SAME_LOSS.values(), ONE_RANK, ALONE)
 DEFAULT = "default"
-"""The one of OURS with the precision that `imece train` takes here."""
+"""The way of OURS with the precision that `imece train` takes here."""
 
 
 @dataclass(frozen=True)
 class TrainTarget:
-    """One line of the plan's table."""
+    """One promise."""
 
     what: Literal["speed", "limit", "overhead", "delay", "memory"]
-    """speed: `way` has at least `bound` times the tokens/s of `against`; limit: the same, as a share.
-    Of DEFAULT: overhead: share of a step that is neither forward, backward, optimizer nor communication;
-    delay: steps by which a save holds training up; memory: how much more is resident during a save, in copies
-    of what the rank writes. Each at most `bound`."""
+    """speed: `way` has at least `bound` times the tokens/s of `against`; limit: the same, printed as a share.
+    For DEFAULT, each at most `bound`: overhead: share of a step that is neither forward, backward, optimizer
+    nor communication; delay: steps by which a save delays training; memory: growth of resident memory during
+    a save, in multiples of what the rank writes."""
     bound: float
     way: str = DEFAULT
     against: str = ""
 
     @property
     def text(self) -> str:
-        """As the summary names it."""
+        """The target's text in the summary."""
         return {
             "speed": f"{self.way}: at least {self.bound:g} x the tokens/s of {self.against}",
             "limit": f"{self.way}: at least {self.bound:.0%} of as many ranks that never wait for each other",
@@ -46,11 +46,12 @@ class TrainTarget:
         """Whether the measured figure is good enough."""
         if self.what in ("speed", "limit"):
             return found >= self.bound
-        # One copy is told from two: a thread, a manifest and code that runs for the first time need room too.
+        # Only tells one copy from two: a thread, a manifest and code that runs for the first time need memory
+        # too.
         return found <= self.bound * (1.1 if self.what == "memory" else 1.0)
 
     def figure(self, found: float) -> str:
-        """The measured figure as a person reads it."""
+        """The measured figure for people."""
         units = {"limit": ".1%", "overhead": ".2%"}
         if self.what in units:
             return format(found, units[self.what])

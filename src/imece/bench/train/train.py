@@ -1,4 +1,5 @@
-"""`imece bench train`: the tokens a second of `imece train`, beside a plain loop and the machine's limit."""
+"""`imece bench train`: the tokens per second of `imece train`, beside a plain loop and the machine's
+limit."""
 
 from __future__ import annotations
 
@@ -17,56 +18,57 @@ from imece.bench.train.contenders import Contender, Plan, batch_of, start_all, w
 from imece.bench.train.targets import ALONE, DEFAULT, ONE_RANK, PLAIN, TRAIN, TrainTarget
 from imece.listing import many
 
-_WARM_UP = 3  # steps that build buckets and optimizer states
+_WARM_UP = 3  # steps that make buckets and optimizer states
 
 
 @dataclass
 class Save:
-    """What saves did to the training around them, and what one took of memory."""
+    """How saves delayed training, and the memory that one took."""
 
     delays: list[float] = field(default_factory=list)
-    """Steps by which each held training up."""
+    """Steps by which each save delayed training."""
     outlasted: int = 0
-    """Saves that were still under way when the steps measured were over: their delay is too small."""
+    """Saves that were still under way after the measured steps, so that their delay is too small."""
     grown_bytes: int | None = None
-    """How much more was resident during the first save, on the rank with the most copies."""
+    """Growth of resident memory during the first save, on the rank that grew most relative to what it
+    wrote."""
     written_bytes: int = 0
-    """What that rank wrote."""
+    """Bytes that this rank wrote."""
 
 
 @dataclass
 class Results:
-    """Seconds of one step in each round: the slowest rank's."""
+    """Seconds of one step in each round, on the slowest rank."""
 
     plan: Plan
     parameters: int = 0
     batch: str = ""
     """The arithmetic of the global batch."""
     tokens: int = 0
-    """Of a step, of all ranks together: the same in every way."""
+    """Per step, of all ranks together: the same in every way."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Way -> a figure for each round."""
     losses: dict[str, float] = field(default_factory=dict)
     """Way -> the last step's mean loss over the ranks."""
     compile_s: dict[str, float] = field(default_factory=dict)
-    """Of the ways that compile, before the first step: nothing was compiled before."""
+    """Way that compiles -> seconds before the first step, with nothing compiled before."""
     phases: list[dict[str, float]] = field(default_factory=list)
-    """Of each step of the default: seconds by name, as rank 0's records have them."""
+    """For each step of the default: seconds by phase, from rank 0's records."""
     save: Save = field(default_factory=Save)
     taken: Taken = field(default_factory=Taken)
-    """What others had of the processor meanwhile."""
+    """Processor time that others took meanwhile."""
 
     def speed(self, way: str, than: str) -> float:
         """How many times the tokens/s of `than`: median of the rounds' ratios."""
         return ratio(self.seconds[than], self.seconds[way])
 
     def tokens_per_s(self, way: str) -> float:
-        """Median of the rounds."""
+        """Median over the rounds."""
         return self.tokens / statistics.median(self.seconds[way])
 
     @property
     def overhead(self) -> float:
-        """The loop's own share of the default's step: the median step's."""
+        """The share of the default's median step that the loop itself takes."""
         return statistics.median((step["data_s"] + step["other_s"]) / step["step_s"] for step in self.phases)
 
     def found(self, target: TrainTarget) -> float | None:
@@ -171,7 +173,7 @@ def _save_line(save: Save) -> str:
 
 
 def _measure_saves(contender: Contender, results: Results) -> None:
-    """The memory of the first one, then the delays of some, each beside steps without."""
+    """Measure the memory of the first save, then the delays of some, each beside steps without."""
     save, plan = results.save, results.plan
     taken = contender.ask("save")
     if all(answer["grown_bytes"] is not None for answer in taken):
