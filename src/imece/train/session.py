@@ -100,21 +100,7 @@ class Session:
         UserError for unusable data, batch or checkpoint.
         """
         folder = RunFolder(config.folder)
-
-        def inputs() -> tuple[Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
-            keep(config)
-            # The others read the tokens that were there when they began; the text may have changed since.
-            get = reopen if mesh.world.joining else prepare
-            prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
-            shape = shape_of(config, prepared.tokenizer.vocab_size)
-            seq, divide = sequence_length(config, shape), config.mesh
-            check_divided(config, shape, seq)
-            groups = _first_ranks(config, mesh) // divide.size
-            plan = plan_batch(config.batch, seq, groups, divide)
-            batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
-            return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
-
-        prepared, shape, plan, batches, precision = together(mesh, inputs)
+        prepared, shape, plan, batches, precision = together(mesh, lambda: _inputs(config, folder, mesh))
         check_same_tokens(prepared, mesh)
         model, bare = _new_model(config, shape, precision, mesh)
         model.checkpoint_blocks = config.compute.recompute
@@ -155,21 +141,25 @@ class Session:
             base=state.base_digest() if config.lora.rank else "",
             pipeline=pipeline,
         )  # fmt: skip
-        if not mesh.world.joining:
-            if not session._resume():
-                session._begin()  # before there is a folder for checkpoints: a run that cannot begin is none
-            session.checkpoints = session._open_checkpoints()
-            together(mesh, session.checkpoints.check_writable)
-            session.first = session.done
-        if keeps_roster(mesh):
-            session.replace_by(Recovery(
-                Member(mesh), wrapped, optimizers,
-                state=session._counters, take=session._take_counters, fallback=session._from_checkpoint,
-                frozen=not config.lora.rank,
+        session._take_up()
+        return session
+
+    def _take_up(self) -> None:
+        """Goes on from the newest checkpoint if there is one. From then on, ranks that die are replaced."""
+        if not self.mesh.world.joining:
+            if not self._resume():
+                self._begin()  # before there is a folder for checkpoints: a run that cannot begin is none
+            self.checkpoints = self._open_checkpoints()
+            together(self.mesh, self.checkpoints.check_writable)
+            self.first = self.done
+        if keeps_roster(self.mesh):
+            self.replace_by(Recovery(
+                Member(self.mesh), self.wrapped, self.optimizers,
+                state=self._counters, take=self._take_counters, fallback=self._from_checkpoint,
+                frozen=not self.config.lora.rank,
             ))  # fmt: skip
         else:
-            say_unwatched(mesh)
-        return session
+            say_unwatched(self.mesh)
 
     # Ranks that come and go.
 
@@ -396,6 +386,23 @@ class Session:
             if self.mesh.rank == 0:
                 self.alarms.append(f"{changed} validation losses do not compare with those before")
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]
+
+
+def _inputs(
+    config: TrainConfig, folder: RunFolder, mesh: Mesh
+) -> tuple[Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
+    """What a run reads and how, before there is a model. UserError for what does not fit together."""
+    keep(config)
+    # The others read the tokens that were there when they began; the text may have changed since.
+    get = reopen if mesh.world.joining else prepare
+    prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
+    shape = shape_of(config, prepared.tokenizer.vocab_size)
+    seq, divide = sequence_length(config, shape), config.mesh
+    check_divided(config, shape, seq)
+    groups = _first_ranks(config, mesh) // divide.size
+    plan = plan_batch(config.batch, seq, groups, divide)
+    batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+    return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
 
 
 def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
