@@ -90,11 +90,11 @@ def parallelize(
     units: zero3 and hybrid gather parameters by unit: a module whose parameters are whole only while it runs.
         Give classes of modules, or how many elements a unit has at least; by default the model's repeated
         blocks. All ranks must run the same units, in one order.
-    gather: True: gather on the CPUs of one host too, where parameters otherwise lie in memory that all ranks
-        of the host share.
     reshard_after_forward: False: keep gathered parameters from forward until backward.
     gathers_in_flight: gathered units at a time, including those gathered ahead: by default 2, and 3 between
         CPUs of several hosts.
+    gather: True: gather on the CPUs of one host too, where parameters otherwise lie in memory that all ranks
+        of the host share.
     init: fills one module of a model on the meta device; by default the module's `reset_parameters`.
     offload: for a model on a GPU. "optimizer": what the optimizer steps (this rank's part of masters, summed
         gradients and state) lies in the host's memory and is stepped there. "parameters": so does this rank's
