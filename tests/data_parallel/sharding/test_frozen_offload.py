@@ -19,7 +19,7 @@ from imece import MixedPrecision
 from imece.checkpoint import TrainingState
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharding.offload import pinned_bytes
-from tests.data_parallel.checks import Check, Job, jobs, passed
+from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.data_parallel.sharding.blocks import Small, loss_of, units_of
 from tests.data_parallel.sharding.test_frozen import (
     adamw,
@@ -205,12 +205,6 @@ LONG_JOBS = [
 ]
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", JOBS + slow(LONG_JOBS))
 def test_frozen_offload(job: Job, request: pytest.FixtureRequest) -> None:
-    passed(job, request)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", LONG_JOBS)
-def test_frozen_offload_in_more_ways(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)

@@ -35,7 +35,7 @@ from imece.data_parallel.sharding.offload import (
 from imece.data_parallel.strategy import find_strategy
 from imece.footprint import OFFLOADS
 from imece.membership.pieces import Pieces
-from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
 from tests.data_parallel.sharding.blocks import (
     Small,
     adamw,
@@ -523,14 +523,8 @@ LONG_JOBS = [
 ]
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", JOBS + slow(LONG_JOBS))
 def test_offload(job: Job, request: pytest.FixtureRequest) -> None:
-    passed(job, request)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", LONG_JOBS)
-def test_offload_in_more_ways(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
 
 

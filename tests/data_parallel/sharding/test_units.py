@@ -466,27 +466,8 @@ def autocast_for_long(group: dist.ProcessGroup) -> None:
         assert torch.equal(got, expected)
 
 
-def within_torch_func(group: dist.ProcessGroup) -> None:
-    """Units stay for the backward of a transform, which no hook sees, and for that of its result."""
-
-    def weights(strategy: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, optimizer = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), group, strategy)
-        for _ in range(2):
-            optimizer.zero_grad()
-            slope = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
-            slope.square().sum().backward()
-            optimizer.step()
-        if strategy == "zero3":
-            assert_freed(model)
-        return [each.clone() for each in model.state_dict().values()]
-
-    for got, expected in zip(weights("zero3"), weights("replicate"), strict=True):
-        assert torch.equal(got, expected)
-
-
-def forward_mode(group: dist.ProcessGroup) -> None:
-    """A unit is there for the backward of its tangents, which have a graph of their own."""
+def same_steps(group: dist.ProcessGroup, backward: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    """Two steps end in the same weights as without units."""
 
     def weights(strategy: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -494,11 +475,7 @@ def forward_mode(group: dist.ProcessGroup) -> None:
         model, optimizer = wrap(layers, group, strategy)
         for _ in range(2):
             optimizer.zero_grad()
-            with forward_ad.dual_level():
-                slope = forward_ad.unpack_dual(
-                    model(forward_ad.make_dual(torch.ones(2, 4), torch.ones(2, 4)))
-                )
-                slope.tangent.square().sum().backward()
+            backward(model, torch.ones(2, 4))
             optimizer.step()
         if strategy == "zero3":
             assert_freed(model)
@@ -506,6 +483,24 @@ def forward_mode(group: dist.ProcessGroup) -> None:
 
     for got, expected in zip(weights("zero3"), weights("replicate"), strict=True):
         assert torch.equal(got, expected)
+
+
+def within_torch_func(group: dist.ProcessGroup) -> None:
+    """Units stay for the backward of a transform, which no hook sees, and for that of its result."""
+    same_steps(
+        group, lambda model, at: torch.func.grad(lambda x: model(x).sum())(at).square().sum().backward()
+    )
+
+
+def forward_mode(group: dist.ProcessGroup) -> None:
+    """A unit is there for the backward of its tangents, which have a graph of their own."""
+
+    def of_tangents(model: nn.Module, at: torch.Tensor) -> None:
+        with forward_ad.dual_level():
+            slope = forward_ad.unpack_dual(model(forward_ad.make_dual(at, torch.ones_like(at))))
+            slope.tangent.square().sum().backward()
+
+    same_steps(group, of_tangents)
 
 
 def resized(group: dist.ProcessGroup) -> None:
