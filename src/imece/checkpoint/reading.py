@@ -6,7 +6,7 @@ reader  one of the ranks that see the same files, and so come to the same verdic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -34,17 +34,7 @@ def newest_of_all(
     whole: Saved | None = None
 
     def look() -> tuple[Saved | None, str]:
-        """The newest that looks complete, and its `seen`."""
-
-        def paths() -> list[Path]:
-            return [path for _, path in files.step_folders(folder) if identity(path) not in refused]
-
-        if whole is not None:
-            return None, ""
-        while (found := first_whole(paths, lines.setdefault, verify=False)) is not None:
-            if seen := found.seen():  # else it was removed just now
-                return found, seen
-        return None, ""
+        return (None, "") if whole is not None else _newest_complete(folder, refused, lines.setdefault)
 
     while True:  # until nobody has anything to verify; a rank that is done still listens to the others
         result, mine, wrong = tried(look, group, device, "looking for a checkpoint")
@@ -70,6 +60,20 @@ def newest_of_all(
     for line in lines:
         damaged(line)
     return whole
+
+
+def _newest_complete(
+    folder: Path, refused: Collection[object], damaged: Callable[[str], None]
+) -> tuple[Saved | None, str]:
+    """The newest that looks complete, and its `seen`. refused: identities of folders that are passed over."""
+
+    def paths() -> list[Path]:
+        return [path for _, path in files.step_folders(folder) if identity(path) not in refused]
+
+    while (found := first_whole(paths, damaged, verify=False)) is not None:
+        if seen := found.seen():  # else it was removed just now
+            return found, seen
+    return None, ""
 
 
 def _verdict(saved: Saved, seen: str, share: int, shares: int) -> str | None:
