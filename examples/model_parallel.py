@@ -1,4 +1,4 @@
-"""Trains a small decoder on bytes of text, over whatever axes of ranks one line asks for.
+"""Trains a small decoder on bytes of text, with its ranks arranged as one option says.
 
     python model_parallel.py                                                          # one rank
     imece launch --ranks 2 model_parallel.py --mesh tensor=2                          # matrices divided
@@ -25,13 +25,13 @@ from imece.errors import UserError
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 
-SEQ = 128  # bytes of a sequence
+SEQ = 128  # bytes per sequence
 SHAPE = TransformerConfig(256, layers=4, width=64, heads=4, kv_heads=2, mlp_width=128, max_seq=SEQ)
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def axes_of(text: str) -> dict[str, int] | None:
-    """{"pipeline": 2, "tensor": 2} of pipeline=2,tensor=2; None of nothing: all ranks are replicas."""
+    """pipeline=2,tensor=2 -> {"pipeline": 2, "tensor": 2}; nothing -> None: all ranks are replicas."""
     try:
         return {
             name: int(size) for name, size in (each.split("=") for each in text.split(",") if each)
@@ -47,7 +47,8 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def prepared(
     mesh: imece.Mesh, model: Transformer, args: argparse.Namespace
 ) -> tuple[Step, torch.optim.Optimizer]:
-    """(forward and backward of this rank's share of a batch, which gives its mean loss; the optimizer)."""
+    """(function for forward and backward of this rank's share of a batch, which returns its mean loss;
+    optimizer)."""
     model = imece.tensor_parallel(model, mesh, sequence=True)
     if mesh.size("pipeline") > 1:
         pipeline = imece.Pipeline(model, mesh, micro_batches=4, loss=imece.cross_entropy)

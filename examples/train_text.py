@@ -1,6 +1,7 @@
-"""Trains a small decoder to predict the next byte of text on your disk: by default, of Python's own library.
+"""Trains a small decoder to predict the next byte of text on your disk, by default of Python's own library.
 
-One process, or as many as a launcher starts (torchrun and srun likewise), with the same result:
+It runs as one process, or on as many ranks as a launcher (torchrun and srun too) starts, with the same
+result:
 
     python train_text.py --batch 32
     imece launch --ranks 2 train_text.py --batch 16
@@ -27,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 import imece
 from imece.errors import UserError
 
-LENGTH = 128  # most bytes that the decoder sees
+LENGTH = 128  # bytes that the decoder sees at most
 HELD_OUT = 256  # pieces at the end of the text, never trained on
-PADDING = -100  # a target that cross_entropy leaves out
+PADDING = -100  # a target that cross_entropy ignores
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64[pieces, longest piece]
 
 
@@ -58,7 +59,7 @@ class Decoder(nn.Module):
 
 
 def cut(text: bytes) -> list[bytes]:
-    """Pieces of 2 to LENGTH + 1 bytes that end with a line where they can, and so are not equally long."""
+    """Cut into pieces of 2 to LENGTH + 1 bytes, at line ends where possible, so of different lengths."""
     pieces, start = [], 0
     while start < len(text):
         stop = text.rfind(b"\n", start + 1, start + LENGTH + 1) + 1 or start + LENGTH + 1
@@ -75,7 +76,7 @@ def collate(pieces: Sequence[bytes]) -> Batch:
 
 
 def loss_of(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
-    """The mean loss of a byte, in nats, and how many bytes it is the mean over."""
+    """The mean loss per byte, in nats, and the number of bytes."""
     inputs, targets = batch
     logits = model(inputs.to(device))
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(device))
@@ -83,7 +84,7 @@ def loss_of(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tenso
 
 
 def evaluate(model: nn.Module, pieces: Sequence[bytes], mesh: imece.Mesh) -> float:
-    """The mean loss of a byte of these pieces, which the ranks divide among themselves."""
+    """The mean loss per byte of these pieces, which the ranks divide among themselves."""
     mine = pieces[mesh.rank :: mesh.world_size]
     sums = torch.zeros(2, dtype=torch.float64)  # losses, bytes
     with torch.no_grad():
@@ -127,7 +128,7 @@ def train(args: argparse.Namespace, training: Sequence[bytes], held_out: Sequenc
             held = evaluate(decoder, held_out, mesh)
             say(f"step {step:>5}  held out {held:.4f} nats a byte = {held / math.log(2):.3f} bits")
 
-    model.check_parameters()  # all ranks hold the same bits, or an error says which do not
+    model.check_parameters()  # all ranks hold the same bits, or an error names those that do not
     if mesh.rank == 0:
         part = args.out.with_name(args.out.name + ".part")
         save_file(decoder.state_dict(), part)

@@ -1,4 +1,4 @@
-"""For all tests: which can run here, and whether a test left something behind."""
+"""For all tests: which of them can run here, and whether one left something behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step on a CPU finds the memory that the one before it has freed."""
+"""A step on a CPU reuses the memory that the previous one freed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Imports point one way only: the table below is the order of the house, and every import is held to it.
+"""Imports point one way only: the table below gives the order of the folders, and every import is checked.
 
-A room is a module or folder directly in src/imece. Imports inside functions and for type checking count,
-and so do importlib.import_module and __import__ with a constant name.
+A room is a module or folder directly in src/imece. Imports inside functions and for type checking count, and
+so do importlib.import_module and __import__ with a constant name.
 """
 
 from __future__ import annotations

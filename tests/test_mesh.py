@@ -1,4 +1,4 @@
-"""Who is in which group; and that ranks which do not want the same world are told so."""
+"""Which ranks are in which group; and that ranks with different ideas of the world are told so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The helper of multi-process tests fails when it should: nobody else would notice if it did not."""
+"""The helper of multi-process tests fails when it should: otherwise nobody would notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher of its own end."""
+"""What a rank tells its launcher about its own end."""
 
 from __future__ import annotations
 

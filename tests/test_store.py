@@ -1,4 +1,4 @@
-"""Where ranks meet: one address, one job, each rank once."""
+"""The store where ranks meet: one address, one job, each rank once."""
 
 from __future__ import annotations
 

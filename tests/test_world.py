@@ -1,4 +1,4 @@
-"""What each launcher's variables mean, and which of them are refused."""
+"""What each launcher's variables mean, and which are refused."""
 
 from __future__ import annotations
 

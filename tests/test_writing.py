@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Files are written whole or not at all."""
 
 from __future__ import annotations
 

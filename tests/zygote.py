@@ -1,11 +1,11 @@
-"""Ranks that need not import torch: this process keeps two zygotes (tests/_zygote_main.py) that fork them.
+"""Starts ranks that need not import torch: keeps two zygotes (tests/_zygote_main.py) that fork them.
 
-Two, because each interpreter has a seed of its own for hashes, and addresses of its own: ranks that went
-through a set of words in different orders, or wrote an address where another rank reads it, would agree by
-accident if all were copies of one process. Even ranks come from one, odd ranks from the other.
+There are two because each interpreter has its own seed for hashes and its own addresses. If all ranks were
+copies of one process, ranks that iterate over a set in different orders, or write an address that another
+rank reads, would agree by accident. Even ranks come from one zygote, odd ranks from the other.
 
 A fork shares with its zygote whatever was read from the environment at an import, so `reason_against` names
-the variables that are not known to be read later.
+the variables that may be read at import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same on every rank that a launcher starts: before.py with an import and three other lines."""
+"""before.py for any number of ranks: an import and three other lines, the same on every rank."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Data-parallel training as anyone writes it: when one rank dies, all of it is lost."""
+"""Ordinary data-parallel training: when one rank dies, everything is lost."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ model, optimizer = imece.parallelize(model, torch.optim.AdamW(model.parameters()
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of the global batch of that number: 24 points and what is to be learned of them."""
+    """This rank's share of the global batch of this number: 24 points and their targets."""
     points = torch.randn(24, 64, generator=torch.Generator().manual_seed(number))
     mine = points.chunk(mesh.world_size)[mesh.rank].to(mesh.device)
     return mine, mine.sin().sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Ranks that save together, all in this process: one thread can call `save` of each before `finish`."""
+"""Ranks that save together within this process: a single thread calls `save` on each before `finish`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frozen base: left out on request, known again by its digests; quantised ones; optimizers that lack."""
+"""A frozen base: left out of checkpoints on request, recognised by its digests, also quantised."""
 
 from __future__ import annotations
 

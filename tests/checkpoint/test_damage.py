@@ -1,4 +1,4 @@
-"""Whatever is wrong with a byte of a checkpoint, it is refused by name, and the one before is used."""
+"""Any damaged byte of a checkpoint is found, the file is named, and the previous checkpoint is used."""
 
 from __future__ import annotations
 

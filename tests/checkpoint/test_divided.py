@@ -1,4 +1,4 @@
-"""Checkpoints of models whose matrices are divided: saved at one number of ranks, loaded at any other."""
+"""Checkpoints of models with divided matrices: saved at one number of ranks, loaded at any other."""
 
 from __future__ import annotations
 

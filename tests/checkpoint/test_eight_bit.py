@@ -1,4 +1,4 @@
-"""States of 8 bits: what any strategy saves at any number of ranks, any other loads, to the same bits."""
+"""8-bit optimizer states: saved under any strategy and number of ranks, loaded under any other, bit-equal."""
 
 from __future__ import annotations
 

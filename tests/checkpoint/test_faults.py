@@ -1,4 +1,5 @@
-"""A disk or a rank that fails costs a save and an alarm; never training, and never an older checkpoint."""
+"""A failing disk or rank costs a save and raises an alarm, but never stops training or harms an older
+checkpoint."""
 
 from __future__ import annotations
 

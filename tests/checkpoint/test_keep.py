@@ -1,4 +1,4 @@
-"""Which checkpoints stay, what a replaced one leaves, and which one is taken for the newest or the best."""
+"""Which checkpoints are kept, what replacing one leaves behind, and which is the newest or the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Savers are killed with SIGKILL at random instants: what is on the disk is always whole."""
+"""Processes that save are killed at random instants: the disk always holds a whole checkpoint."""
 
 from __future__ import annotations
 

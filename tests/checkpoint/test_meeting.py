@@ -1,4 +1,4 @@
-"""Ranks that save together find each other, agree on what becomes of it, and wait for none for ever."""
+"""Ranks that save together find each other, agree on the result, and never wait for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes: what they need of memory, and what the kernel refuses them."""
+"""Saves in real processes: their memory, and errors from the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that load together, played by threads: each reads its share, and all say the same."""
+"""Ranks that load together, played by threads: each reads its share, and all get the same result."""
 
 from __future__ import annotations
 

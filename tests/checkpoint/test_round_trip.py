@@ -1,4 +1,4 @@
-"""What is saved by any number of ranks is read by any other number, bit for bit, and was copied once only."""
+"""What any number of ranks saves, any other number reads bit-equal, and it was copied only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are cut into stages: saved at one number of them, loaded at any other."""
+"""Checkpoints of models cut into stages: saved with one number of stages, loaded with any other."""
 
 from __future__ import annotations
 

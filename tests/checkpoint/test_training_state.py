@@ -1,4 +1,4 @@
-"""What any strategy saves at any number of ranks, any other loads at any other, to the same bits."""
+"""Training state saved under any strategy and number of ranks, loaded under any other, bit-equal."""
 
 from __future__ import annotations
 

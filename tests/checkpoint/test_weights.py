@@ -1,4 +1,4 @@
-"""`imece.load_weights`: into any model and any strategy, the same on all ranks; and in how much memory."""
+"""`imece.load_weights`: into any model and strategy, the same on all ranks, within bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder as training leaves it, made without ranks: for the commands that read one."""
+"""A run folder as training leaves it, made without ranks, for commands that read one."""
 
 from __future__ import annotations
 

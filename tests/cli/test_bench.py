@@ -1,4 +1,4 @@
-"""`imece bench`: what it promises about its figures, and what it says to mistakes."""
+"""`imece bench`: promises about its figures, and messages for mistakes."""
 
 from __future__ import annotations
 

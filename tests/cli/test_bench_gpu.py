@@ -1,4 +1,4 @@
-"""`imece bench gpu`: its figures, its targets, what it says to mistakes, and all of it on the CPU."""
+"""`imece bench gpu`: figures, targets, messages for mistakes, and a whole run on the CPU."""
 
 from __future__ import annotations
 

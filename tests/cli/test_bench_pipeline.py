@@ -1,4 +1,4 @@
-"""`imece bench pipeline`: what idles is what the schedule leaves idle, and 1F1B keeps less."""
+"""`imece bench pipeline`: ranks idle as the schedule says, and 1F1B keeps less."""
 
 from __future__ import annotations
 

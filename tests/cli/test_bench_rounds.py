@@ -1,4 +1,4 @@
-"""Rounds of the benchmarks: by turns, and without those in which others had the processor."""
+"""Rounds of benchmarks: they alternate, and leave out those in which others had the processor."""
 
 from __future__ import annotations
 

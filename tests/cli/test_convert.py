@@ -1,4 +1,4 @@
-"""`imece convert`: what becomes of another program's configuration, and a file for imece train."""
+"""`imece convert`: what becomes of another program's configuration, and the file for imece train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece doctor`: every mistake that it is there to find is put before it."""
+"""`imece doctor`: every mistake that it should find is presented to it."""
 
 from __future__ import annotations
 

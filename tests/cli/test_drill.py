@@ -1,4 +1,4 @@
-"""`imece drill`: its options, what it makes of what it sees, and real drills."""
+"""`imece drill`: options, how it judges what it sees, and real drills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece eval` against a loss that is computed document by document, and what it refuses."""
+"""`imece eval`: compared with a loss computed document by document; and what it refuses."""
 
 from __future__ import annotations
 

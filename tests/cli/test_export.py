@@ -1,4 +1,4 @@
-"""`imece export --to hf`: a folder that transformers loads, whole or not there at all."""
+"""`imece export --to hf`: a folder that transformers loads, complete or absent."""
 
 from __future__ import annotations
 

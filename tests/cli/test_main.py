@@ -1,4 +1,4 @@
-"""Whatever a person types: one line and exit status 2, or it runs."""
+"""Whatever a user types either runs, or gives one line and exit status 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dataclass to command line, and mistakes in one line."""
+"""From dataclass to command line, and mistakes reported in one line."""
 
 from __future__ import annotations
 

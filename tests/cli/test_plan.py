@@ -1,4 +1,4 @@
-"""`imece plan`: what it prints and writes, that it starts without torch, and one line for each mistake."""
+"""`imece plan`: output and files, start without torch, and one line for each mistake."""
 
 from __future__ import annotations
 

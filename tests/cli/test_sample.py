@@ -1,4 +1,4 @@
-"""`imece sample`: what it writes, whole characters only, and what it refuses."""
+"""`imece sample`: what it prints, in whole characters only, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece train` up to the moment at which it would start ranks: options, files, and mistakes in one line."""
+"""`imece train` until it would start ranks: options, files, and mistakes in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank really sends, by the messages that it posts."""
+"""Counts the bytes that a rank really sends, by its messages."""
 
 from __future__ import annotations
 

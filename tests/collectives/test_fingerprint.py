@@ -1,4 +1,4 @@
-"""Fingerprints: packing is exact, and a mismatch is told in words that name both sides."""
+"""Fingerprints: packing is exact, and messages about mismatches name both sides."""
 
 from __future__ import annotations
 

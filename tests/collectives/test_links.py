@@ -1,4 +1,4 @@
-"""Links: measured alike on all ranks; and the schedule that the arithmetic must choose."""
+"""Links: all ranks measure the same, and the arithmetic chooses the right schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU's tensors need of the collectives and no CPU's do: proven without one, on stand-ins."""
+"""What collectives do only for GPU tensors, proven without a GPU, on stand-ins."""
 
 from __future__ import annotations
 

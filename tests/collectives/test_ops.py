@@ -1,6 +1,6 @@
-"""The contract of the collectives: one body of cases for all backends, schedules, operations, dtypes, sizes.
+"""The contract of the collectives: one set of cases for all backends, schedules, operations, dtypes, sizes.
 
-One start of ranks runs all cases of a (backend, world size); a failing case says its name.
+All cases of a (backend, world size) share one start of ranks; a failing case is named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The threads that run what is in the background."""
+"""The threads that run collectives in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: what was entered and left, read by another process, and told in words."""
+"""The recorder: what was entered and left, read by another process and put in words."""
 
 from __future__ import annotations
 

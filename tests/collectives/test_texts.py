@@ -1,4 +1,4 @@
-"""What ranks say to each other in words arrives, whatever its length."""
+"""Texts that ranks exchange arrive, at any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bf16 on the wire: near the exact sum, equal bits everywhere, half the bytes."""
+"""bf16 on the wire: close to the exact sum, the same bits everywhere, half the bytes."""
 
 from __future__ import annotations
 

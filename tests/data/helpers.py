@@ -1,4 +1,4 @@
-"""What tests of the data share: mistakes as they are printed, parts without files, full disks."""
+"""Helpers for tests of the data: mistakes as they are printed, parts without files, full disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baselines against the same formulas in plain Python, with fractions that never round."""
+"""The baselines, compared with the same formulas in plain Python fractions, which never round."""
 
 from __future__ import annotations
 

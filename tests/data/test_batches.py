@@ -1,4 +1,4 @@
-"""Each token is a target once in every pass, whoever reads which step, and when."""
+"""Each token is a target once in every pass, whichever rank reads whichever step, in any order."""
 
 from __future__ import annotations
 

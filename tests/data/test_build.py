@@ -1,4 +1,4 @@
-"""Token files are built when they must be, once, and are whole at every instant."""
+"""Token files are built once, whenever needed, and are complete at every instant."""
 
 from __future__ import annotations
 

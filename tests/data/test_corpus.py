@@ -1,4 +1,4 @@
-"""No text gets lost on its way from disk to documents, and what is no text is named in one line."""
+"""No text is lost between disk and documents, and files that are not text are named in one line."""
 
 from __future__ import annotations
 

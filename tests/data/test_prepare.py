@@ -1,4 +1,4 @@
-"""From names of texts to tokens: once, by one process, and with the tokenizer that is there."""
+"""From names of texts to tokens: made once, by one process, with an existing tokenizer if there is one."""
 
 from __future__ import annotations
 

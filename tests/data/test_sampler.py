@@ -1,4 +1,4 @@
-"""Each sample once an epoch: wherever it is stopped, and however many ranks go on."""
+"""Each sample comes once per epoch, wherever it is stopped and however many ranks go on."""
 
 from __future__ import annotations
 

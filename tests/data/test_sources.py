@@ -1,4 +1,4 @@
-"""A name gives each of its files once, in one order, and no other; what is not there is told in one line."""
+"""A name gives each of its files once, in a fixed order; missing ones are reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet and datasets give the texts that were put in; without the extra, one line says what to install."""
+"""Parquet and datasets return the texts put into them; without the extra, one line says what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text comes back from its tokens, and no text can end a document."""
+"""Text survives tokenization, and no text can end a document."""
 
 from __future__ import annotations
 

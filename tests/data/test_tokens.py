@@ -1,4 +1,4 @@
-"""What is opened is what was written; damage to any byte of it has a name."""
+"""Opening returns what was written; damage to any byte is reported with the file's name."""
 
 from __future__ import annotations
 

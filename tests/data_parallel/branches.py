@@ -1,4 +1,4 @@
-"""A model of which each forward uses the branches it picks, and what its gradients should be."""
+"""A model whose forward uses some of its branches, and the gradients that it should get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""".grad with average="tokens" or "samples" is that of one process on all ranks' tokens, to 1e-12.
+"""With average="tokens" or "samples", .grad equals that of one process on all ranks' data, to 1e-12.
 
 Every rank knows what all ranks were given, and computes the same alone.
 """

@@ -1,4 +1,4 @@
-"""Which buffers a module has."""
+"""Which buffers of a module are found."""
 
 from __future__ import annotations
 

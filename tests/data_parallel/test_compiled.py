@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one: one graph for all of them, and gradients that leave block by block."""
+"""Blocks compiled one by one: all share one graph, and gradients leave block by block."""
 
 from __future__ import annotations
 

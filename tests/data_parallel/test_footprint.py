@@ -1,4 +1,4 @@
-"""Bytes of a rank: the published formulae, and what is counted while a model trains."""
+"""Bytes of a rank: the published formulae, compared with counts while a model trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaled losses: one rank finds Inf in its part of the gradient, and no rank steps."""
+"""Scaled losses: if one rank finds Inf in its part of the gradient, no rank steps."""
 
 from __future__ import annotations
 

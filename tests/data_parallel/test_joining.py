@@ -1,4 +1,4 @@
-"""Ranks that run out of inputs: the others go on, with the right gradients, and nobody hangs or crashes."""
+"""Ranks that run out of inputs: the others go on with the right gradients, without hangs or crashes."""
 
 from __future__ import annotations
 

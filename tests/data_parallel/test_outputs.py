@@ -1,4 +1,4 @@
-"""Which tensors are found in what a module returns."""
+"""Which tensors are found in a module's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece.parallelize`: every strategy trains as one process on the whole batch, all to the same bits."""
+"""`imece.parallelize`: every strategy trains like one process on the whole batch, all with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""strategy="auto" in a loop of one's own: the planner's rule, with the memory that there is."""
+"""strategy="auto" in a user's own loop: the planner's rule, applied to the memory that is free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""imece's DistributedDataParallel trains as torch's does: the same bits on "shm", rounding apart on Gloo.
+"""imece's DistributedDataParallel trains like torch's: bit-equal on "shm", equal up to rounding on Gloo.
 
-Both train the same model on the same group, one after the other; compared are all gradients, parameters and
-buffers after every step. The ranks begin with different parameters, so the first broadcast counts too.
+Both train the same model on the same group, one after the other. All gradients, parameters and buffers are
+compared after every step. The ranks begin with different parameters, which tests the first broadcast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A wrapped model goes on with other ranks: to the same bits as one wrapped there with the same values."""
+"""A wrapped model goes on with other ranks, bit-equal to one wrapped there with the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""imece's DistributedDataParallel by itself: where gradients lie, what is left alone, what is refused."""
+"""imece's DistributedDataParallel alone: where gradients lie, what it leaves alone, what it refuses."""
 
 from __future__ import annotations
 

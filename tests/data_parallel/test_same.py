@@ -1,4 +1,4 @@
-"""All ranks hold the same model: else an error on every rank, soon, that names rank and parameter."""
+"""If ranks hold different models, every rank soon raises an error that names rank and parameter."""
 
 from __future__ import annotations
 

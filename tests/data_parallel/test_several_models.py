@@ -1,4 +1,4 @@
-"""A parameter in several wrapped models, and a module that is wrapped anew."""
+"""A parameter in several wrapped models, and a module that is wrapped again."""
 
 from __future__ import annotations
 

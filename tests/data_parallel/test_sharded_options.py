@@ -1,6 +1,6 @@
-"""What goes with any strategy: bf16 on the wire, buffers in fewer bits, hooks, averages of weights.
+"""Options that work with any strategy: bf16 on the wire, buffers in fewer bits, hooks, averages of weights.
 
-And what is said of loops that would not train.
+Also the messages for loops that would not train.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strategies by name, and the groups that they divide a model over."""
+"""Strategies by name, and the groups among which they divide a model."""
 
 from __future__ import annotations
 

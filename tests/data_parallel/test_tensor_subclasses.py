@@ -1,4 +1,4 @@
-"""Parameters of a class that keeps its values in other tensors, as libraries that quantise have them."""
+"""Parameters of a subclass that keeps its values in other tensors, as quantising libraries make them."""
 
 from __future__ import annotations
 

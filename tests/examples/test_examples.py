@@ -1,4 +1,4 @@
-"""The examples under every launcher, and what docs/ddp.md shows of them. One start runs both scripts."""
+"""The examples under every launcher, and what docs/ddp.md shows of them. Both scripts share one start."""
 
 from __future__ import annotations
 

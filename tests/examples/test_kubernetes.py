@@ -1,4 +1,4 @@
-"""examples/kubernetes: what the manifests say fits together, and the command in job.yaml runs as they say."""
+"""examples/kubernetes: the manifests fit together, and the command in job.yaml runs as they say."""
 
 from __future__ import annotations
 

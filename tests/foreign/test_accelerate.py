@@ -1,4 +1,4 @@
-"""Accelerate's configuration, read."""
+"""Reading Accelerate's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, read."""
+"""Reading DeepSpeed's configuration."""
 
 from __future__ import annotations
 

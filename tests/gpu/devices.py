@@ -1,4 +1,4 @@
-"""One body for both kinds of device: on the CPU it is seen to pass and to fail, on a GPU it counts."""
+"""The same tests for CPU and GPU: on the CPU they are seen to pass and fail, on a GPU they count."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One rank of a world that is not there: torch's fake process group gives back what it gets.
+"""One rank of a world that does not exist: torch's fake process group returns what it gets.
 
-What lies where is what a rank of the real world would have; what is computed is not, so only bytes count.
+Tensors lie where they would on a rank of the real world, but their values are wrong, so only bytes count.
 """
 
 from __future__ import annotations

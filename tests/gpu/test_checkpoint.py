@@ -1,4 +1,4 @@
-"""What ranks that share a GPU save, other strategies and numbers of ranks load and go on with."""
+"""What ranks that share a GPU save, other strategies and numbers of ranks load and continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences divided among ranks where attention is a GPU's: its kernels, and autograd's threads."""
+"""Sequences divided among ranks with a GPU's attention: its kernels, and autograd's threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of rank 0 of many, as the engine and the planner foretell them; on a GPU, as its allocator counts."""
+"""Bytes of rank 0 of many: as the engine and the planner predict; on a GPU, as its allocator counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes another way only on a GPU: branches on streams, scaled losses with offload, links over Gloo."""
+"""Code that runs only on a GPU: branches on streams, scaled losses with offload, links over Gloo."""
 
 from __future__ import annotations
 

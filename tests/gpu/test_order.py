@@ -1,4 +1,4 @@
-"""Without a GPU: whether all that streams do in a step comes behind what it needs (cpu_as_gpu.py)."""
+"""Without a GPU: whether everything on a step's streams comes after what it needs (cpu_as_gpu.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank over NCCL and two that share a GPU over Gloo train as torch's wrapper does, in every strategy."""
+"""One rank over NCCL, and two that share a GPU over Gloo, train like torch's wrapper in every strategy."""
 
 from __future__ import annotations
 

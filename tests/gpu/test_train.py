@@ -1,4 +1,4 @@
-"""`imece train`, gone on with, and `imece sample`, as a person with a GPU types them."""
+"""`imece train`, its continuation, and `imece sample`, as a user with a GPU types them."""
 
 from __future__ import annotations
 

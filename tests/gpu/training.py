@@ -1,4 +1,4 @@
-"""What a rank of the tests on a GPU does: a tiny transformer, wrapped in some way, for some steps."""
+"""What a rank of the GPU tests does: train a tiny transformer, wrapped in some way, for some steps."""
 
 from __future__ import annotations
 

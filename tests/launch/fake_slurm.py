@@ -1,6 +1,7 @@
-"""srun, sbatch and scontrol in a folder for PATH: they note what they are given, srun starts its tasks.
+"""Stand-ins for srun, sbatch and scontrol in a folder for PATH: they record their arguments, and srun starts
+its tasks.
 
-Each is a Python program without imports that take time. `sbatch` runs the batch file at once.
+Each is a Python program without slow imports. `sbatch` runs the batch file at once.
 """
 
 from __future__ import annotations

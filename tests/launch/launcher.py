@@ -1,4 +1,4 @@
-"""Runs `imece launch ...` in a copy of this process, which spares each test the import of torch."""
+"""Runs `imece launch ...` in a fork of this process, so that a test need not import torch again."""
 
 from __future__ import annotations
 

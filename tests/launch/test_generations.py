@@ -1,4 +1,4 @@
-"""What follows when ranks end, without a process."""
+"""How generations change when ranks end, tested without processes."""
 
 from __future__ import annotations
 

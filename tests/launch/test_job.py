@@ -1,4 +1,4 @@
-"""What a job does about ranks, with hands that are no host's."""
+"""What a job does about its ranks, with stand-ins for hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece launch`: what ranks find, how their ends are told, and that nothing of them is left."""
+"""`imece launch`: what ranks find, how their ends are reported, and that nothing of them is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under the launchers of others: torchrun, and MPICH's mpiexec where it is installed."""
+"""Ranks started by other launchers: torchrun, and MPICH's mpiexec if it is installed."""
 
 from __future__ import annotations
 

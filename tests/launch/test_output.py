@@ -1,4 +1,4 @@
-"""Bytes in any pieces, the same lines out."""
+"""However output is cut into pieces, the same lines come out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several failures was first."""
+"""Which of several failures came first."""
 
 from __future__ import annotations
 

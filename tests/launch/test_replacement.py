@@ -1,7 +1,7 @@
 """Ranks that die and are replaced, with real processes and signals.
 
-Most scripts here speak with the launcher through files instead of the store (`FileRoster`), which spares each
-of their processes the import of torch.
+Most scripts here talk to the launcher through files instead of the store (`FileRoster`), so their processes
+need not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank returns arrives as it was, and nothing else is read."""
+"""A rank's return value arrives unchanged, and nothing else is read."""
 
 from __future__ import annotations
 

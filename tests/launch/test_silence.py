@@ -1,4 +1,4 @@
-"""Who is silent, from what is seen at each look."""
+"""Which ranks are silent, judged from a series of observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece launch --slurm`: what SLURM is asked for, and ranks under an srun that is not the real one."""
+"""`imece launch --slurm`: what it asks SLURM for, and ranks under a stand-in for srun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece.spawn`. Most functions here are closures, which start in a copy of this process and so at once."""
+"""`imece.spawn`. Most functions here are closures, which start in a fork of this process and so at once."""
 
 from __future__ import annotations
 

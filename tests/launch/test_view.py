@@ -1,4 +1,4 @@
-"""A thread beside a running job: what it sees, and what becomes of what it raises."""
+"""A thread that watches a running job: what it sees, and what becomes of its exceptions."""
 
 from __future__ import annotations
 

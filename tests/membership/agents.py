@@ -1,12 +1,12 @@
-"""What the launchers of several hosts do for their ranks, in the test's own process, and ranks that learn.
+"""Plays the launchers of several hosts in the test's own process, for ranks that learn.
 
     with Agents(learn, 4, ranks_per_host=2, args=["zero1", {}]) as agents:
         learnt = agents.watch()
 
-Each host has a store of its own; ranks meet in another one, to which a tunnel leads. When a member dies, the
-others are named as the next generation in the stores of all hosts. In the middle of step `pause` ranks wait
-for `go_on`: so what a test does after some steps comes before the last one, however busy the machine is.
-Steps are slow then, so that ranks ask at the border of each one whether all are to move on.
+Each host has its own store; ranks meet in another one, which a tunnel leads to. When a member dies, the
+stores of all hosts name the others as the next generation. In the middle of step `pause` ranks wait for
+`go_on`, so that what a test does after some steps comes before the last one, however busy the machine is.
+Steps are slow then, so that ranks ask at each step border whether all should move on.
 """
 
 from __future__ import annotations

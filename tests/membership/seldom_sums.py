@@ -1,6 +1,8 @@
-"""A script under zero1 that makes an update in every third step and nothing at all in between, and whose
-ranks kill themselves: `imece launch seldom_sums.py FOLDER`. From step LATE on the optimizer keeps more, on
-one of the ranks. All see the same samples, so however many there are the result is the same."""
+"""A script under zero1 that updates only in every third step, whose ranks kill themselves.
+
+Run it as `imece launch seldom_sums.py FOLDER`. From step LATE on the optimizer keeps more state, on one of
+the ranks. All ranks see the same samples, so their number does not change the result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits on a GPU for a rank that is gone is aborted, and is no sum; the GPU's part is played."""
+"""GPU work that waits for a lost rank is aborted, and its result is not used; the GPU is a stand-in."""
 
 from __future__ import annotations
 

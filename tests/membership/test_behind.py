@@ -1,4 +1,4 @@
-"""Who is behind gets everything, however many tensors that is."""
+"""A rank that is behind gets everything, however many tensors that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that is made again: what it has done already is not done twice."""
+"""A step that is repeated does not do twice what it has already done."""
 
 from __future__ import annotations
 

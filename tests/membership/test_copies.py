@@ -1,4 +1,4 @@
-"""Copies of what ranks alone hold, and training state put together from pieces of several ranks."""
+"""Copies of what only one rank holds, and training state assembled from pieces of several ranks."""
 
 from __future__ import annotations
 

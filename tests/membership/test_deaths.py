@@ -1,4 +1,4 @@
-"""`imece train` goes on when ranks die, wherever in a step that is, and learns what it would have learned."""
+"""`imece train` goes on when ranks die anywhere in a step, and learns what it would have learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step draws at random depends on seed, step and place alone."""
+"""Random draws in a step depend only on seed, step and place."""
 
 from __future__ import annotations
 

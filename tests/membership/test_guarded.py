@@ -1,4 +1,4 @@
-"""The store in which a generation meets may be gone for a while; connections of groups can be cut."""
+"""The store of a generation may be gone for a while; connections of groups can be cut."""
 
 from __future__ import annotations
 

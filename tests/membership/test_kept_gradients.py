@@ -1,4 +1,4 @@
-"""Gradients that are accumulated over steps: they do not outlive a death, and it is said before."""
+"""Gradients accumulated over several steps do not survive a death, and imece says so in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member's beat, from a store that is nobody else's."""
+"""A member's beat, with a store that nobody else uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block changes for a while in its model: as it was, when the block is left and begins again."""
+"""Modes that a block changes in its model are restored when the block is left and repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to a step besides tensors, after a death: of one rank, the others and the engine played."""
+"""Recovery of everything but tensors after a death: one real rank, stand-ins for others and the engine."""
 
 from __future__ import annotations
 

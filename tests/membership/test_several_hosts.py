@@ -1,4 +1,4 @@
-"""Ranks of several hosts go on: state that is spread over hosts comes from the copies of all of them."""
+"""Ranks of several hosts go on: state spread over hosts comes from copies on all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts come back as they were."""
+"""State dicts come back unchanged."""
 
 from __future__ import annotations
 

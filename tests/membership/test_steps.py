@@ -1,4 +1,4 @@
-"""`imece.steps` where nobody replaces ranks: a plain loop, and what it refuses."""
+"""`imece.steps` if nobody replaces ranks: a plain loop, and what it refuses."""
 
 from __future__ import annotations
 

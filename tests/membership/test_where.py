@@ -1,4 +1,4 @@
-"""Where a member notes that it is, and what its launcher reads of that."""
+"""Where a member notes its place in a step, and what its launcher reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port on loopback that leads to a store, as each of several hosts has one; it can lead elsewhere later."""
+"""A port on loopback that leads to a store, as on each of several hosts; it can be redirected later."""
 
 from __future__ import annotations
 

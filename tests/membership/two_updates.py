@@ -1,6 +1,8 @@
-"""A script that makes two updates in a step, as a GAN's does, and then evaluates; its ranks kill themselves:
-`imece launch two_updates.py FOLDER`. All ranks see the same samples, so however many there are the result is
-the same."""
+"""A script that makes two updates per step, as a GAN does, and then evaluates; its ranks kill themselves.
+
+Run it as `imece launch two_updates.py FOLDER`. All ranks see the same samples, so their number does not
+change the result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of gradients and skipped steps of a model whose parts are on other ranks."""
+"""Gradient norms and skipped steps of a model whose parts are on several ranks."""
 
 from __future__ import annotations
 

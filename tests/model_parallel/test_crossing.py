@@ -1,4 +1,4 @@
-"""From one placement to another as DTensor's own `redistribute` does it, forward and back."""
+"""Moves between placements give the same as DTensor's own `redistribute`, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is cut where stages cost alike, and its parts keep the names of the whole."""
+"""A model is cut so that stages cost the same, and its parts keep the whole model's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks and their arithmetic, without ranks."""
+"""Marks of divided parameters and their arithmetic, without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline trains as one rank does, with every schedule, cut and strategy over the data axes."""
+"""A pipeline trains like one rank, with every schedule, cut and strategy over the data axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the gradients of a pipeline's parts are summed over the data axes, and how much moves for it."""
+"""When a pipeline's gradients are summed over the data axes, and how many bytes that moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plans are refused, and in which words: no ranks are needed for that."""
+"""Which plans are refused and with which messages, without ranks."""
 
 from __future__ import annotations
 

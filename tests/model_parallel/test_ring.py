@@ -1,4 +1,4 @@
-"""Ring attention is full attention, forward and backward, whatever the ranks; and all ranks work alike."""
+"""Ring attention equals full attention, forward and backward, for any ranks; and all ranks work equally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A divided model trains as the whole one on one rank, in every strategy; if it did not, it would be seen."""
+"""A divided model trains like the whole one on one rank, in every strategy; a control shows the
+difference."""
 
 from __future__ import annotations
 

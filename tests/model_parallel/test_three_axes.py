@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism on one mesh: the losses, norms and parameters of one rank."""
+"""Data, tensor and pipeline parallelism on one mesh give the losses, norms and parameters of one rank."""
 
 from __future__ import annotations
 

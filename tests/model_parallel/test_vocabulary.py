@@ -1,4 +1,4 @@
-"""The loss of logits that are divided by the vocabulary: that of whole ones, which no rank ever has."""
+"""The loss of logits divided by the vocabulary equals that of whole logits, which no rank ever has."""
 
 from __future__ import annotations
 

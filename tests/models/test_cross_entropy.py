@@ -1,4 +1,4 @@
-"""Cross-entropy in pieces against torch's, which does it in one."""
+"""Cross-entropy in pieces, compared with torch's."""
 
 from __future__ import annotations
 

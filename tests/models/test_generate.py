@@ -1,4 +1,4 @@
-"""Which tokens are generated, how often, and what happens at the end of the context."""
+"""Which tokens are generated, with which frequencies, and at the end of the context."""
 
 from __future__ import annotations
 

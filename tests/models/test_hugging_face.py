@@ -1,4 +1,4 @@
-"""Names, shapes and config.json of an exported model; and, where transformers is installed, equal logits."""
+"""Names, shapes and config.json of an exported model; and equal logits, if transformers is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transformer against explicit references, its cache against the whole, its shapes as published."""
+"""The transformer compared with explicit references, its cache with full forwards, its shapes with papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live line on terminals of any width, plain lines elsewhere, and text that would break either."""
+"""The live line on terminals of any width, plain lines elsewhere, and text that could break either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and what must not be told of the machine."""
+"""What figures were measured on, and what must not be revealed of the machine."""
 
 from __future__ import annotations
 

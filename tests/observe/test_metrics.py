@@ -1,4 +1,4 @@
-"""metrics.jsonl and the events: nothing lost in a kill, nothing double after a resume."""
+"""metrics.jsonl and TensorBoard's events: a kill loses nothing, a resume doubles nothing."""
 
 from __future__ import annotations
 

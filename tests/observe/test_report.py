@@ -1,4 +1,4 @@
-"""report.html and loss.png: from whatever there is of a run, and safe whatever the model has written."""
+"""report.html and loss.png: from whatever a run has left, and safe whatever the model wrote."""
 
 from __future__ import annotations
 

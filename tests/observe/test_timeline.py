@@ -1,4 +1,4 @@
-"""The timeline of a step: its arithmetic, the file for Perfetto, the table and the picture."""
+"""The timeline of a step: arithmetic, the file for Perfetto, the table and the picture."""
 
 from __future__ import annotations
 

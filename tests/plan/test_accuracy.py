@@ -1,4 +1,4 @@
-"""Statistics by hand-made rows; tables that can be read; and what the planner reaches on them."""
+"""Statistics on hand-made rows; reading of tables; and the planner's accuracy on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far predicted memory is from what was published: no worse than what the documentation says."""
+"""Predicted memory beside published figures: no further off than the documentation says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of activations: table 2 of Korthikanti et al. 2022, and what the switches of frameworks say."""
+"""Bytes of activations: table 2 of Korthikanti et al. 2022, and the switches of frameworks."""
 
 from __future__ import annotations
 

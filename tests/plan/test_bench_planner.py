@@ -1,4 +1,4 @@
-"""`imece bench planner`: what it says of a table, of targets, and of mistakes; the page and the picture."""
+"""`imece bench planner`: its words about tables, targets and mistakes; the page and the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`next` is a call that imece takes: of what was asked for if it does that, else with the true reason."""
+"""`next` is a valid call of imece: for the plan if imece can run it, else for another, with the true
+reason."""
 
 from __future__ import annotations
 

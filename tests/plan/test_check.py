@@ -1,4 +1,4 @@
-"""Predicted beside measured: the arithmetic, and files that are none."""
+"""Prediction beside measurement: the arithmetic, and broken files."""
 
 from __future__ import annotations
 

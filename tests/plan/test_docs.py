@@ -1,4 +1,4 @@
-"""docs/planner.md shows what the command prints now: `python docs/figures/planner_examples.py` renews it."""
+"""docs/planner.md shows what the command prints now: `python docs/figures/planner_examples.py` updates it."""
 
 from __future__ import annotations
 

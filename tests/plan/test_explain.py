@@ -1,4 +1,5 @@
-"""Each loser has its figure, each gain is true when it is tried, and nothing fits is said with what would."""
+"""Each loser has its figure, each gain is true when tried, and if nothing fits, something that would is
+named."""
 
 from __future__ import annotations
 

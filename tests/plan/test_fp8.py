@@ -1,4 +1,4 @@
-"""Products in FP8: what they take beside bf16, where there are none, and what is said of them."""
+"""Products in FP8: their time beside bf16, hardware without them, and what is said about them."""
 
 from __future__ import annotations
 

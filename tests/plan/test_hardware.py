@@ -1,4 +1,4 @@
-"""Presets by name, files of one's own, and what is told of names and numbers that cannot be."""
+"""Presets by name, users' own files, and messages for unknown names and impossible numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measured machine: the formulae give back what was measured, and the file is read back."""
+"""A measured machine: the formulae reproduce the measurements, and the file is read back."""
 
 from __future__ import annotations
 

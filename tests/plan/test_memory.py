@@ -1,4 +1,4 @@
-"""Bytes of a rank: the papers' formulae, the engine's own layout, and what must hold of any model."""
+"""Bytes of a rank: the papers' formulae, the engine's own layout, and laws for any model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model by name, size, config.json or code: its shape, and what is said when there is none."""
+"""A model by name, size, config.json or code: its shape, and messages if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's bytes of collectives beside those of schedules, and beside the recorder of a real run."""
+"""The planner's bytes of collectives, compared with the schedules and with the recorder of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's bytes of our own engine: beside those that were counted once, and beside a real run."""
+"""The planner's bytes of imece's engine, compared with earlier counts and with a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaling curves: what grows along, where they end, and that the table says what the points are."""
+"""Scaling curves: what grows along, where they end, and that the table agrees with the points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search against an enumeration without its shortcuts, and what a ranking must be."""
+"""The search compared with an enumeration without shortcuts, and the laws of a ranking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search tries: every way uses all GPUs and the whole batch; mistakes name numbers that would do."""
+"""What the search tries uses all GPUs and the whole batch; mistakes name numbers that would work."""
 
 from __future__ import annotations
 

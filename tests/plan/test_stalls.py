@@ -1,6 +1,5 @@
-"""What nanotron's slow pipelines have in common, counted in the published runs and in some that are made up;
-what of it is predicted.
-"""
+"""What nanotron's slow pipelines have in common, counted in published and made-up runs, and what is
+predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of any step: nothing beats the roofline, parts add up, more of a thing costs more."""
+"""Laws for any step: nothing beats the roofline, parts add up, more of a thing costs more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two runs are one and the same, and what a run folder holds."""
+"""Checks that two runs are identical, and what a run folder holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest run that is one: options and a text for it."""
+"""The smallest possible run: options and a text for it."""
 
 from __future__ import annotations
 

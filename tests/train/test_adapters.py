@@ -1,4 +1,4 @@
-"""A run that trains adapters beside a model that stays as it is."""
+"""A run that trains adapters beside a frozen model."""
 
 from __future__ import annotations
 

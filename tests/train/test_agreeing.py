@@ -1,4 +1,4 @@
-"""One rank's mistake ends all, and is said once."""
+"""One rank's mistake ends all ranks, and is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that was started with something else is refused before the first step, and named."""
+"""A rank that was started with other options, code or tokens is refused before the first step, and named."""
 
 from __future__ import annotations
 

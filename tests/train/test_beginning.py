@@ -1,4 +1,4 @@
-"""A run that has lost everything makes the steps that it made at first."""
+"""A run that has lost everything repeats the steps that it made at first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategy "auto" is: what fits, what was measured to be faster, what others take already."""
+"""What strategy "auto" chooses: what fits, what was measured to be faster, what others already have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's own time has no waiting in it, on the CPU and on a GPU's stream."""
+"""A rank's own time excludes waiting, on the CPU and on a GPU's stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config: one thing in three forms, and what of a run may change."""
+"""The config: one thing in three forms, and which options of a run may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece train --mesh.context --mesh.tensor`: ranks that divide sequences or matrices train as one does."""
+"""`imece train --mesh.context --mesh.tensor`: ranks that divide sequences or matrices train like one."""
 
 from __future__ import annotations
 

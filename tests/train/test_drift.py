@@ -1,4 +1,4 @@
-"""A bit that flips on one rank: seen within K steps, named, and taken back where most ranks agree."""
+"""A bit that flips on one rank is noticed within K steps, named, and repaired if most ranks agree."""
 
 from __future__ import annotations
 

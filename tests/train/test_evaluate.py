@@ -1,4 +1,4 @@
-"""The loss on a part of the data, against one that takes a window at a time and adds in Python."""
+"""The loss on a part of the data, compared with one that takes single windows and adds in Python."""
 
 from __future__ import annotations
 

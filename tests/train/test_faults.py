@@ -1,4 +1,4 @@
-"""What goes wrong once ranks run: told in one line where it is a person's mistake, and nothing is lost."""
+"""Failures while ranks run: users' mistakes are reported in one line, and nothing is lost."""
 
 from __future__ import annotations
 

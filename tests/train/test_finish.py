@@ -1,4 +1,4 @@
-"""What the end of a run says, as far as it needs no run."""
+"""What the end of a run prints, as far as that needs no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices that are iterated together are updated as one by one."""
+"""Matrices that are iterated together get the same update as one by one."""
 
 from __future__ import annotations
 

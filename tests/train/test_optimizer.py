@@ -1,4 +1,4 @@
-"""Which parameter is updated by what, and that the state can be taken up again."""
+"""Which optimizer updates which parameter, and that states can be restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that begins with the model of a folder: another run's, an exported one, or one of transformers."""
+"""A run that begins from the model in a folder: another run's, an exported one, or one of transformers."""
 
 from __future__ import annotations
 

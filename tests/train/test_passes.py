@@ -1,4 +1,4 @@
-"""A step whose micro-batches go through the stages of a pipeline is that of one process."""
+"""A step whose micro-batches go through a pipeline equals that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of the machine's peak rests on a count of operations and on a measured rate."""
+"""The share of the machine's peak, from a count of operations and a measured rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What products are computed in."""
+"""The number format of products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of a run, and what is kept beside what came."""
+"""The planner's prediction of a run, and the file that has it beside the measurements."""
 
 from __future__ import annotations
 

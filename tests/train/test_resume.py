@@ -1,4 +1,4 @@
-"""A run that was ended, at whatever instant, and gone on with is one that nobody disturbed, bit for bit."""
+"""A run that was ended at any instant and resumed equals an undisturbed one, bit for bit."""
 
 from __future__ import annotations
 

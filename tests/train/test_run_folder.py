@@ -1,4 +1,4 @@
-"""One folder is all that a later command needs."""
+"""A run folder is all that a later command needs."""
 
 from __future__ import annotations
 

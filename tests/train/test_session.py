@@ -1,4 +1,5 @@
-"""What a session carries over a death, a join or a checkpoint; one rank, its engine and its disk played."""
+"""What a session keeps through a death, a join or a checkpoint; one real rank, stand-ins for engine and
+disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`imece train --mesh.pipeline`: ranks to which layers are dealt train as one does, and go on as others."""
+"""`imece train --mesh.pipeline`: ranks that divide the layers train like one, and resume with other
+numbers."""
 
 from __future__ import annotations
 

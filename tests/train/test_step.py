@@ -1,4 +1,4 @@
-"""One update: of the whole global batch, by all ranks or by none."""
+"""One update: over the whole global batch, made by all ranks or by none."""
 
 from __future__ import annotations
 

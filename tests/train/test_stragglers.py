@@ -1,4 +1,4 @@
-"""The right rank and phase are named, once, and nobody for what is noise."""
+"""The right rank and phase are named, once, and noise names nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says that it has taken of its device."""
+"""How much memory of its device a rank reports."""
 
 from __future__ import annotations
 

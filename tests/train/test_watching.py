@@ -1,4 +1,4 @@
-"""What is told late is told once, and by whoever is the first rank then."""
+"""A late report comes once, from whichever rank is then the first."""
 
 from __future__ import annotations
 

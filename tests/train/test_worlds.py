@@ -1,4 +1,4 @@
-"""The same run on 1, 2, 3 and 4 ranks: the same global batches, and the same losses but for rounding."""
+"""The same run on 1, 2, 3 and 4 ranks: the same global batches, and the same losses up to rounding."""
 
 from __future__ import annotations
 

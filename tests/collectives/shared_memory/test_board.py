@@ -1,4 +1,4 @@
-"""Groups that come to nothing, since a rank has ended while they were formed."""
+"""Groups that fail because a rank ended while they were formed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container, a job or a unit allows is found where the kernel keeps it, in both versions."""
+"""Memory limits of containers, jobs and units, found in both versions of cgroups."""
 
 from __future__ import annotations
 

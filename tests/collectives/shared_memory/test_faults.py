@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or disagree: the others are told who it was, soon, and nothing stays behind."""
+"""Ranks that die, stop, leave or disagree: the others soon learn which, and nothing is left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Too little memory is said with both sizes, /dev/shm does not matter, and nothing leaks while ranks live."""
+"""Too little memory is reported with both sizes, /dev/shm's size does not matter, and live ranks leak
+nothing."""
 
 from __future__ import annotations
 

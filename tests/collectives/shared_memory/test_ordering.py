@@ -1,4 +1,4 @@
-"""The order of stores between ranks: the fences of arm64 in action, and no line that two ranks write."""
+"""The order of stores between ranks: arm64's fences are executed, and no two ranks write one cache line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums that ranks make for each other: the early work for the late, each sum is made once, same bits."""
+"""Sums that ranks make for each other: early ranks work for late ones, each sum is made once, same bits."""
 
 from __future__ import annotations
 

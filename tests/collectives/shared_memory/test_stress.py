@@ -1,7 +1,7 @@
-"""A long random sequence of everything, with ranks that come early and late: for slots reused too soon.
+"""A long random sequence of all operations, with early and late ranks, finds slots that are reused too soon.
 
-The sequence is the same on all ranks (one seed); what each rank holds and how late it is are not: ranks
-dawdle between calls and inside them. Each result is checked. With fewer slots than four this test fails.
+The sequence is the same on all ranks (one seed), but their values and delays differ: ranks dawdle between
+calls and inside them. Each result is checked. With fewer than four slots this test fails.
 """
 
 from __future__ import annotations

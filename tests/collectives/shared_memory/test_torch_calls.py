@@ -1,7 +1,7 @@
-"""Every collective that torch calls, on the backend "shm", against references that each rank computes itself.
+"""Every collective of torch on the backend "shm", compared with references that each rank computes itself.
 
-What rank r holds is a function of r, so a reference needs no communication. One start of ranks a world size
-runs all checks.
+What rank r holds depends only on r, so a reference needs no communication. All checks of one world size share
+one start of ranks.
 """
 
 from __future__ import annotations

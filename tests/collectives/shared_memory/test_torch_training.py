@@ -1,7 +1,7 @@
-"""torch's own data-parallel wrappers on "shm": they train, and their losses are Gloo's.
+"""torch's own data-parallel wrappers train on "shm" with the same losses as on Gloo.
 
-With two ranks there is one order of summing, so the losses are bit-equal; with three, Gloo's order differs
-from ours and they agree within rounding. The control: without the wrapper the losses differ clearly.
+Two ranks have only one order of summing, so losses are bit-equal; with three, Gloo's order differs and losses
+agree within rounding. The control: without the wrapper the losses clearly differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a rank has waited, without another rank."""
+"""How a rank waits, tested without another rank."""
 
 from __future__ import annotations
 

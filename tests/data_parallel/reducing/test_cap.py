@@ -1,4 +1,4 @@
-"""bucket_cap_mb="auto": the arithmetic by hand, and what a model does with it."""
+"""bucket_cap_mb="auto": the arithmetic compared with hand-made results, and its effect on a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where branches run on streams of their own, all gradients are written on one. Streams are made up."""
+"""If branches run on streams of their own, one stream writes all gradients. Streams are stand-ins."""
 
 from __future__ import annotations
 

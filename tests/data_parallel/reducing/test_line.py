@@ -1,4 +1,4 @@
-"""Whose buckets leave first, where one backward reaches several models."""
+"""Whose buckets leave first if one backward reaches several models."""
 
 from __future__ import annotations
 

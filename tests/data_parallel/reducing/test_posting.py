@@ -1,4 +1,4 @@
-"""Buckets that are posted: ranks that are early sum for those that are still in backward."""
+"""Posted buckets: ranks that are done early sum for those still in backward."""
 
 from __future__ import annotations
 

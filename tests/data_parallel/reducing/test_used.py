@@ -1,4 +1,4 @@
-"""Which parameters some rank used: what is told, and how seldom it moves."""
+"""Which parameters any rank used: what ranks tell each other, and how rarely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that keeps a step's times."""
+"""The thread that records a step's times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers with 8-bit states on parts: cut between blocks, so sharded runs have the bits of whole ones."""
+"""8-bit optimizers on parts that end at block borders, so that sharded runs have the bits of whole ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen parameters that are codes, of a class of its own with more beside them, shared out as bytes."""
+"""Frozen parameters that are codes (tensor subclasses with more data beside them), sharded as bytes."""
 
 from __future__ import annotations
 

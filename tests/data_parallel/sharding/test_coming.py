@@ -1,4 +1,5 @@
-"""What a step gathers over a network comes while the next forward begins, and nobody sees half of it."""
+"""Parameters gathered over a network arrive while the next forward begins, and nobody reads them
+half-filled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are units, and which unit has a parameter."""
+"""Which modules of a model are units, and which unit each parameter belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen parameters that are shared out with the trained ones: the same bits, and memory by the rank."""
+"""Frozen parameters sharded with the trained ones: the same bits, and less memory per rank."""
 
 from __future__ import annotations
 

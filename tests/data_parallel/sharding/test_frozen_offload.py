@@ -1,6 +1,6 @@
-"""Frozen parameters beside offload: the same bits, and memory where it is said to be.
+"""Frozen parameters with offload: the same bits, and memory where it should be.
 
-The other memory, and copies that are made as late as they may be, are those of test_offload.py.
+The stand-in for the host's memory, with copies made as late as possible, is that of test_offload.py.
 """
 
 from __future__ import annotations

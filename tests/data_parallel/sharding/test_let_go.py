@@ -1,4 +1,4 @@
-"""Memory as on a GPU, where what is let go of is at hand again: the same bits, and less is kept."""
+"""Memory as on a GPU, where freed memory is reused at once: the same bits, and less is kept."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the optimizer steps lies in another memory: the same bits, whenever the copies are made.
+"""Offloaded optimizer states: the same bits, whenever the copies are made.
 
-On CPUs there is no other memory, so one is made up: storages that are noted when they are made, and a lane
-that makes each copy as late as it may, with NaN in its target until then. What goes up may be read until
-somebody has waited: so it must not be written before that.
+CPUs have no second memory, so there is a stand-in: storages are noted when made, and a lane makes each copy
+as late as allowed, with NaN in its target until then. The source of an upload may be read until somebody has
+waited for it, so it must not be written before that.
 """
 
 from __future__ import annotations

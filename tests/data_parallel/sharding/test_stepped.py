@@ -1,4 +1,4 @@
-"""Optimizers that keep more than their groups: they step parts too, or it is said that they do not."""
+"""Optimizers with state besides their groups' either step parts too, or are refused."""
 
 from __future__ import annotations
 

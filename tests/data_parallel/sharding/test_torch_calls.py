@@ -1,4 +1,4 @@
-"""torch's own functions on the parameters of a sharded model: they do what they say, or say why not."""
+"""torch's own functions on a sharded model's parameters do what they promise, or say why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are gathered by unit: the same bits as replicate, and nothing left over."""
+"""Parameters gathered by unit: the same bits as replicate, and nothing left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks on this host's loopback, and strangers that knock at them."""
+"""Networks on this host's loopback, and strangers that connect to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents of several hosts and their messages, without a process, a socket or a wait."""
+"""Agents of several hosts and their messages, without processes, sockets or waiting."""
 
 from __future__ import annotations
 

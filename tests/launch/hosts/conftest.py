@@ -1,4 +1,4 @@
-"""What tests of the launchers of several hosts have in common."""
+"""Fixtures of the tests of launchers on several hosts."""
 
 from __future__ import annotations
 

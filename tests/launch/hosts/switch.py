@@ -1,4 +1,4 @@
-"""Several hosts, each joined by a cable of its own to a switch: namespaces, and a bridge in one of them."""
+"""Several hosts, each with its own cable to a switch: namespaces, and a bridge in one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints as a person writes them, and the addresses of this host."""
+"""Endpoints as users write them, and the addresses of this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents on two emulated hosts, whose cable is cut and mended, and which are killed and stopped."""
+"""Agents on two emulated hosts whose cable is cut and mended, and which are killed and stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: what is sent comes back, and what is no frame is refused before it costs anything."""
+"""Frames arrive as sent, and anything else is refused before it costs anything."""
 
 from __future__ import annotations
 

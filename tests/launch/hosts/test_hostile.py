@@ -1,4 +1,4 @@
-"""Strangers at an agent's port: none comes in, none costs much, and the links that there are go on."""
+"""Strangers at an agent's port: none gets in, none costs much, and existing links go on."""
 
 from __future__ import annotations
 

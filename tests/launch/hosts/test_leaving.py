@@ -1,4 +1,4 @@
-"""Hosts that are asked to go: their ranks leave in order, and the others go on without them."""
+"""Hosts that are asked to leave: their ranks leave in order, and the others go on without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leads, who follows, who is cut off: agents and their messages without a process, a socket or a wait."""
+"""Which agent leads, follows or is cut off: agents and messages without processes, sockets or waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of any two sides at most one goes on, whoever has died, been cut off, or not heard of the last change."""
+"""Of any two sides at most one goes on, whichever agent died, was cut off, or missed the last change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three hosts on a switch: those that lead die one after the other, one is cut off, one is asked to go."""
+"""Three hosts on a switch: leaders die one after the other, one host is cut off, one is asked to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token: where it comes from, and who else may read it."""
+"""The token: where it comes from, and who may read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's connection leads to a store on another host, wherever that is at the time."""
+"""A rank's connection leads to a store on another host, wherever that moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`imece launch --hosts 2`: two launchers on loopback, which take themselves for two hosts."""
+"""`imece launch --hosts 2`: two launchers on loopback that act as two hosts."""
 
 from __future__ import annotations
 

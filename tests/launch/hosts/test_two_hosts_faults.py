@@ -1,4 +1,4 @@
-"""Ranks, launchers and links of two hosts die, are cut and come again; the hosts are network namespaces."""
+"""Ranks, launchers and links of two hosts die, are cut and return; the hosts are network namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers with one job, each on a host of its own: network namespaces, or two names on loopback."""
+"""Launchers of one job, each on its own host: network namespaces, or two names on loopback."""
 
 from __future__ import annotations
 
