@@ -570,6 +570,53 @@ class Clamped(Small):
         return super().forward(tokens)
 
 
+class Supervised(nn.Module):
+    """A block with a loss of its own, which it returns or keeps for whoever looks."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.returns = nn.Linear(4, 4), nn.Linear(4, 2), returns
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.body(x).tanh()
+        self.kept = self.head(x).square().mean()
+        return (x, self.kept) if self.returns else x
+
+
+class Deep(nn.Module):
+    """Its loss is that of its blocks, and one of what comes out."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Supervised(returns) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = x.new_zeros(())
+        for block in self.blocks:
+            out = block(x)
+            x, kept = out if isinstance(out, tuple) else (out, block.kept)
+            loss = loss + kept
+        return loss + x.mean()
+
+
+def losses_that_blocks_keep(group: dist.ProcessGroup) -> None:
+    """Their backward comes past the output of the block, whose parameters may not have come yet."""
+
+    def gradients(returns: bool, whole: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = wrap(Deep(returns), group)
+        with model.gathered() if whole else contextlib.nullcontext():
+            model(torch.ones(3, 4)).backward()
+        return [each.grad for those in optimizer.param_groups for each in those["params"]]
+
+    expected = gradients(returns=True, whole=False)
+    assert all(map(torch.equal, gradients(returns=False, whole=True), expected))
+    with pytest.raises(
+        RuntimeError, match=r"used blocks\.\d\.head\.\w+ while unit blocks\.\d was .* Return it"
+    ):
+        gradients(returns=False, whole=False)
+
+
 def written_and_freed(group: dist.ProcessGroup) -> None:
     """What is written outside of gathered(write=True) would be lost, and says so; the rest goes on."""
 
@@ -717,6 +764,7 @@ CHECKS |= {
     "forward mode": forward_mode,
     "resized": resized,
     "written": written,
+    "losses that blocks keep": losses_that_blocks_keep,
     "written and freed": written_and_freed,
     "wrapped again": wrapped_again,
     "masters keep bits": masters_keep_bits,

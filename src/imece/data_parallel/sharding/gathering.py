@@ -21,6 +21,7 @@ the backward of a gradient's gradient; buckets leave at its end.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,11 @@ class Gathering:
                 unit.module.register_forward_hook(_Hook(unit, self._leave)),
                 unit.module.register_forward_hook(_Hook(unit, self._has_left), always_call=True),
             ]
+            trained = [pair for flat in unit.flats if not flat.is_frozen for pair in flat.named]
+            self._handles += [
+                each.register_post_accumulate_grad_hook(_refuse_early(weakref.ref(unit), name))
+                for name, each in trained if each.requires_grad
+            ]  # fmt: skip
 
     def let_go(self) -> None:
         """Let go of the modules and of all memory, whatever is under way; parameters stay as they are."""
@@ -330,6 +336,21 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+def _refuse_early(known: weakref.ref[Unit], name: str) -> Callable[[torch.Tensor], None]:
+    """A hook on a parameter's gradient, which must not keep the unit, as that keeps the parameter."""
+
+    def on_gradient(_parameter: torch.Tensor) -> None:
+        unit = known()
+        if unit is not None and unit.state is State.COMING:
+            raise RuntimeError(
+                f"backward used {name} while {unit} was still being gathered: it came by a tensor that the "
+                f"unit's forward has not returned, but kept in an attribute or a list, such as a loss. "
+                f"Return it too, or run forward and backward inside of `with model.gathered():`"
+            )
+
+    return on_gradient
 
 
 def _in_backward() -> bool:
