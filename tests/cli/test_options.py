@@ -23,7 +23,8 @@ class Options:
     what: tyro.conf.Positional[str] = "bread"
     """The thing."""
     oven_count: int = 2
-    """How many ovens."""
+    """How many ovens. Each is a
+    round one."""
     shape: Literal["round", "long"] = "round"
     sizes: tuple[int, ...] = (1, 2)
     json: Path | None = None
@@ -67,6 +68,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert "None" not in out, "what is not set has no default to show"
     assert "(default: round)" in out and "(default: 2)" in out
+    assert "How many ovens. Each is a round one." in out, "a line of the source is none of the page"
 
 
 @pytest.mark.parametrize("columns", ["30", "80", "85", "500"])

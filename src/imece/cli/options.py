@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -113,9 +113,9 @@ def _optional(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     )
 
 
-def _silent_where_unset(struct: StructTypeInfo) -> StructConstructorSpec | None:
-    """Fields as tyro reads them, but --help has no "(default: None)": the field's text says what None
-    means."""
+def _fields(struct: StructTypeInfo) -> StructConstructorSpec | None:
+    """Fields as tyro reads them, but for --help: it has no "(default: None)", since the field's text says
+    what None means, and no line breaks of the source."""
     if _asked:  # this rule was called by its own call below
         return None
     _asked.append(struct)
@@ -127,9 +127,22 @@ def _silent_where_unset(struct: StructTypeInfo) -> StructConstructorSpec | None:
         return None
     hint = tyro.conf.arg(help_behavior_hint=_default)
     fields = [
-        dataclasses.replace(each, type=cast(type[Any], Annotated[each.type, hint])) for each in spec.fields
+        dataclasses.replace(
+            each, type=cast(type[Any], Annotated[each.type, hint]), helptext=_filled(each.helptext)
+        )
+        for each in spec.fields
     ]
     return dataclasses.replace(spec, fields=tuple(fields))
+
+
+def _filled(help_text: str | Callable[[], str | None] | None) -> str | Callable[[], str | None] | None:
+    """Without the line breaks of the source, which tyro would keep."""
+
+    def filled() -> str | None:
+        text = help_text() if callable(help_text) else help_text
+        return text and " ".join(text.split())
+
+    return filled if help_text is not None else None
 
 
 def _default(shown: str) -> str:
@@ -139,7 +152,7 @@ def _default(shown: str) -> str:
 _asked: list[StructTypeInfo] = []
 _RULES = ConstructorRegistry()
 _RULES.primitive_rule(_optional)
-_RULES.struct_rule(_silent_where_unset)
+_RULES.struct_rule(_fields)
 
 
 class _Page(io.StringIO):
