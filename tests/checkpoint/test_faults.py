@@ -1,5 +1,4 @@
-"""A failing disk or rank costs a save and raises an alarm, but never stops training or harms an older
-checkpoint."""
+"""A failing disk or rank costs a save and raises an alarm, but never stops training."""
 
 from __future__ import annotations
 

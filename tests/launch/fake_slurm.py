@@ -1,5 +1,4 @@
-"""Stand-ins for srun, sbatch and scontrol in a folder for PATH: they record their arguments, and srun starts
-its tasks.
+"""Stand-ins for srun, sbatch and scontrol: they record their arguments, and srun starts its tasks.
 
 Each is a Python program without slow imports. `sbatch` runs the batch file at once.
 """

@@ -1,5 +1,4 @@
-"""A divided model trains like the whole one on one rank, in every strategy; a control shows the
-difference."""
+"""A divided model trains like the whole one on one rank, in every strategy."""
 
 from __future__ import annotations
 

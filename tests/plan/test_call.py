@@ -1,5 +1,4 @@
-"""`next` is a valid call of imece: for the plan if imece can run it, else for another, with the true
-reason."""
+"""`next` is a valid call of imece: for the plan itself, or for another, with the true reason."""
 
 from __future__ import annotations
 

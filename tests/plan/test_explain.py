@@ -1,5 +1,4 @@
-"""Each loser has its figure, each gain is true when tried, and if nothing fits, something that would is
-named."""
+"""Each loser has its figure, each gain is true when tried, and advice is given if nothing fits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What nanotron's slow pipelines have in common, counted in published and made-up runs, and what is
-predicted."""
+"""nanotron's slow pipelines: what they have in common, in published and made-up runs."""
 
 from __future__ import annotations
 

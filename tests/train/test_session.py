@@ -1,5 +1,4 @@
-"""What a session keeps through a death, a join or a checkpoint; one real rank, stand-ins for engine and
-disk."""
+"""What a session keeps through a death, a join or a checkpoint; the other ranks are stand-ins."""
 
 from __future__ import annotations
 

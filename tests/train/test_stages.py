@@ -1,5 +1,4 @@
-"""`imece train --mesh.pipeline`: ranks that divide the layers train like one, and resume with other
-numbers."""
+"""`imece train --mesh.pipeline`: ranks that divide the layers train like one, and resume as others."""
 
 from __future__ import annotations
 

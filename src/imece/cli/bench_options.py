@@ -34,7 +34,7 @@ class CollectivesOptions:
     sizes: str = "1KiB..256MiB,6MiB"
     """Message sizes: a list, or a range in which each size is four times the one before."""
     ops: str = ",".join(OPS)
-    """Which operations."""
+    """Which operations: a list."""
     rounds: int = 5
     """Rounds, in each of which every library is timed once."""
     against: str = "gloo,mpich,deepspeed"

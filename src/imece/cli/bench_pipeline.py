@@ -22,7 +22,7 @@ class PipelineOptions:
     micro_batches: str = "1,2,4,8,16"
     """Micro-batches per batch: a list. Numbers that a schedule cannot run are left out."""
     schedules: str = ",".join(SCHEDULES)
-    """Which schedules."""
+    """Which schedules: a list."""
     steps: int = 5
     """Steps of each measurement."""
     wait: bool = False

@@ -24,7 +24,7 @@ class RecoveryOptions:
     """Seconds between two kills, give or take half of it. Each kill waits until the last dead rank is
     replaced."""
     strategies: str = ",".join(STRATEGIES)
-    """Which strategies."""
+    """Which strategies: a list."""
     parts: str = ",".join(PARTS)
     """What to measure: a list of kills, cost (when nothing fails), torchrun, start."""
     steps: int = 200

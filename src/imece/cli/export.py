@@ -1,5 +1,4 @@
-"""`imece export RUN DIR`: writes a trained model as a folder that transformers loads, or its adapters for
-peft."""
+"""`imece export RUN DIR`: writes a trained model for transformers, or its adapters for peft."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`imece export RUN DIR --to adapter`: writes adapters as peft saves them, for the model as transformers has
-it."""
+"""`imece export RUN DIR --to adapter`: writes adapters as peft does, for transformers' model."""
 
 from __future__ import annotations
 

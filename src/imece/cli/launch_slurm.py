@@ -1,5 +1,4 @@
-"""`imece launch --slurm ...`: tells SLURM's options from imece's, and starts, writes or submits
-(launch/slurm.py)."""
+"""`imece launch --slurm ...`: reads SLURM's options; starts, writes or submits (launch/slurm.py)."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""Divides one model among several ranks: its sequences (context), its matrices (tensor) or its layers
-(pipeline)."""
+"""Divides a model among ranks: its sequences (context), its matrices (tensor) or its layers (pipeline)."""

@@ -1,5 +1,4 @@
-"""The layers that `tensor_parallel` divides: which of their parameters are parts, and what their forward
-does.
+"""The layers that `tensor_parallel` divides: which parameters are parts, and what their forward does.
 
     column    a Linear's output features are divided: W = [W_0; W_1; ...], dim 0 of weight and bias
     row       a Linear's input features: W = [W_0, W_1, ...], dim 1; the ranks' outputs are summed, then the

@@ -1,5 +1,4 @@
-"""Decides which layers of a model are divided, and how: by the user's plan, or by what is known of the
-model."""
+"""Decides which layers of a model are divided, and how: by the user's plan, or by the kind of model."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""What a run shows of itself, while it runs and afterwards: the live line, metrics, timeline, report and
-plots."""
+"""What a run shows of itself: the live line, metrics, timeline, report and plots."""

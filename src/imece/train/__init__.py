@@ -1,2 +1,1 @@
-"""`imece train`: trains a language model from text on disk, in one run folder that later commands go on
-from."""
+"""`imece train`: trains a language model from text on disk, in a run folder that can be resumed."""

@@ -1,5 +1,4 @@
-"""Adapters beside the matrices of a frozen model, by peft: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al.
-2023).
+"""Adapters (LoRA, Hu et al. 2021; QLoRA, Dettmers et al. 2023) beside a frozen model, by peft.
 
     base     the frozen model of --from. It is sharded where parameters are (except the scales of 4-bit
              matrices). Checkpoints have only its digests: each command that needs it reads its own folder

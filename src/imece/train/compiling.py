@@ -1,5 +1,4 @@
-"""torch.compile in `imece train`: compiles the blocks before the first step, for the shape of its
-micro-batches.
+"""torch.compile in `imece train`: compiles the blocks before the first step, for the shape of its batch.
 
 Any other shape runs uncompiled: validation, sampling, and micro-batches that are smaller because a rank died.
 So nobody waits for a compiler in the middle of a run, and a resumed run computes each micro-batch as the

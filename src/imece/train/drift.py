@@ -1,5 +1,4 @@
-"""Detects ranks that hold different bits where they should hold the same: a part each step, all in some
-steps.
+"""Finds ranks whose bits differ where they should be equal: a part each step, all in some steps.
 
     alike    parameters that several ranks hold: all of a replicated model; of a sharded one, what each rank
              has whole, or the shards that its replica on another host has too

@@ -1,5 +1,4 @@
-"""Too little memory is reported with both sizes, /dev/shm's size does not matter, and live ranks leak
-nothing."""
+"""Too little memory is reported with both sizes, and live ranks leak nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Parameters gathered over a network arrive while the next forward begins, and nobody reads them
-half-filled."""
+"""Parameters gathered over a network arrive while the next forward begins; nobody reads half of one."""
 
 from __future__ import annotations
 

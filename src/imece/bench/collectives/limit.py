@@ -1,5 +1,4 @@
-"""The limit: the bytes that an operation must read and write, moved by plain torch operations without
-waiting.
+"""The limit: the bytes of an operation, moved by plain torch operations without waiting.
 
 Every rank owns one slice of the result. It reads that slice from all tensors that hold a part of it and
 writes it to all that need it, in chunks that stay in cache between reading and writing. Nobody waits for

@@ -1,5 +1,4 @@
-"""Runs the programs of `imece bench recovery`: starts, hits and awaits them, and ends all that they
-started."""
+"""Starts, hits and awaits the programs of `imece bench recovery`, and ends all that they started."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`imece bench train`: the tokens per second of `imece train`, beside a plain loop and the machine's
-limit."""
+"""`imece bench train`: tokens per second, beside a plain loop and the machine's limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Counts the slow pipelines of ultrascale: each message between stages takes a quarter second longer, or none
-does.
+"""Counts the slow pipelines of ultrascale, whose messages between stages take a quarter second longer.
 
 Nearly all slow runs were made before nanotron's pipelines were repaired, and nearly none after.
 """

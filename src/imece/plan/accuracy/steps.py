@@ -1,5 +1,4 @@
-"""Published step times as cases: which training on which hardware, by which software, and how long a step
-took."""
+"""Published step times as cases: what was trained, on what, by which software, and how long a step took."""
 
 from __future__ import annotations
 

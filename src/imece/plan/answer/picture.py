@@ -1,5 +1,4 @@
-"""Draws a plan: memory and step of the best candidates, the winner's step on a time axis, and all
-candidates."""
+"""Draws a plan: memory and step of the best candidates, the winner's step in time, and all candidates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Finds every plan that fits, ranked by the time of a step; of the others, how much memory they would
-need."""
+"""Finds every plan that fits, ranked by the time of a step; and the memory that the others would need."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Finds a model to plan for by what a person writes: a preset, a size, a config.json, or code that makes
-it."""
+"""Finds a model to plan for by its name: a preset, a size, a config.json, or code that makes it."""
 
 from __future__ import annotations
 
