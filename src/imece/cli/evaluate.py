@@ -106,8 +106,7 @@ def measures(nats_per_token: float, tokens: int, text_bytes: int) -> dict[str, f
 
 
 def _precision(asked: Dtype, device: torch.device) -> Precision:
-    """The precision that the run was trained in, or the CPU's if it was trained on GPUs and there are none
-    here."""
+    """The run's precision; for a run in fp16 that is evaluated on a CPU, the one that is usual there."""
     if asked == "fp16" and device.type == "cpu":
         precision = choose_precision("auto", device)
         say(f"the run's fp16 needs a GPU: evaluated in {precision.name}")

@@ -158,7 +158,7 @@ def run_as_rank(argv: Sequence[str], stop: Stop) -> int:
 def _progress(display: Display) -> Iterator[Report]:
     """A bar while text is tokenized; it vanishes, because the header reports the result.
 
-    Without a terminal: one line of `display` for what takes long, and one if Ctrl-C ends it.
+    Without a terminal: one line of `display` for what takes long. Ctrl-C inside gets a message.
     """
     console = Console(stderr=True)
     sizes = DownloadColumn(table_column=Column(no_wrap=True))  # a second line would be drawn again and again

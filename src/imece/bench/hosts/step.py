@@ -47,7 +47,8 @@ class StepResults:
     """Tokens -> processor time that others took meanwhile."""
 
     def saved_s(self, tokens: int, bytes_per_s: float) -> tuple[float, float]:
-        """(seconds, transfer time of bytes) by which a step of hybrid is shorter than one of zero3."""
+        """(seconds by which a step of hybrid is shorter than one of zero3, seconds that its spared bytes
+        would take)."""
         rounds = self.seconds[tokens]
         saved = [theirs - ours for ours, theirs in zip(rounds["hybrid"], rounds["zero3"], strict=True)]
         return statistics.median(saved), (self.sent_bytes["zero3"] - self.sent_bytes["hybrid"]) / bytes_per_s

@@ -81,7 +81,8 @@ def build(way: str, vocabulary: int, mesh: Mesh) -> Way:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Like `optimizer_of`, but not fused: a fused one takes no group of plain tensors and DTensors."""
+    """Like `optimizer_of`, with a group for each class of tensor: fused, it takes no plain tensors and
+    DTensors in one group."""
     groups: dict[type, list[nn.Parameter]] = {}
     for each in model.parameters():
         groups.setdefault(type(each.data), []).append(each)
