@@ -1,4 +1,4 @@
-"""The examples of docs/planner.md, as the command prints them: python planner_examples.py [--pictures]
+"""Writes the examples of docs/planner.md as the command prints them: python planner_examples.py [--pictures]
 
 A block begins with `<!-- imece plan ... -->` and ends with `<!-- end -->`; what is between is written anew.
 With --pictures the pictures in docs/images are drawn too.

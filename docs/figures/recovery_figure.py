@@ -1,4 +1,4 @@
-"""The picture of docs/recovery.md, from two run folders: python recovery_figure.py ALONE KILLED OUT.png"""
+"""Draws docs/recovery.md's picture from two run folders: python recovery_figure.py ALONE KILLED OUT.png"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Process:
     pidfd: int
     outputs: tuple[RankOutput, RankOutput]  # stdout, stderr
     record: int  # the descriptor of its record (membership/where.py)
-    lifeline: int  # of the pipe whose closing kills its whole group, at the latest when this process ends
+    lifeline: int  # of a pipe: closing it, at the latest at this process' end, kills the whole group
     may_wrap: bool  # no Python of ours: the training may be another process, which it has started
     ends_together: bool = False  # all of its group were asked to end, and have the same time for it
 

@@ -17,7 +17,7 @@ _POLL_S = 0.02
 _CALM_S = 3.0  # at least this long, and ...
 _CALM_STEPS = 5  # this many steps, before the first fault
 _PATIENCE_S = 30.0  # after this, the next fault does not wait for the world to be full
-_SPREAD = 0.5  # of the time between two faults, up and down
+_SPREAD = 0.5  # of the time between two faults, longer or shorter
 
 SIGNALS = {name: signal.Signals[f"SIG{name}"] for name in ("KILL", "STOP", "SEGV")}
 

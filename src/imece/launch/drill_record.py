@@ -46,7 +46,7 @@ class Fault:
     step: int | None
     """Finished steps, as the members had last said."""
     ranks: list[int]
-    """By their places on the host."""
+    """Their numbers on the host."""
     pids: list[int]
     members: list[int]
     fired: bool | None = None

@@ -205,10 +205,7 @@ class Generations:
         return self.newest
 
     def closed(self, members: Collection[int], now: float) -> GoOn | None:
-        """These have told that they leave in order: the others need nothing more from them.
-
-        Whatever their processes still do, and however they end, does not concern the others any more.
-        """
+        """These members have said that they leave in order: the others need nothing more from them."""
         told = self.leaving & set(members)
         self.leaving -= told
         self.left |= told

@@ -243,15 +243,15 @@ class Host:
         return self._roster.all_resilient(members)
 
     def ready(self, members: Iterable[int]) -> list[int]:
-        """Those of them that wait to be taken in."""
+        """Those of `members` that wait to be taken in."""
         return [member for member in members if self._roster.is_ready(member)]
 
     def closed(self, members: Iterable[int]) -> list[int]:
-        """Those of them that have told that they leave in order, though they may still run."""
+        """Those of `members` that have said that they leave in order, though they may still run."""
         return [member for member in members if status.has_closed(self._store, member)]
 
     def lost(self, members: Iterable[int], generation: int) -> list[int]:
-        """Those of them that cannot reach others in that generation."""
+        """Those of `members` that cannot reach others in that generation."""
         return [member for member in members if self._roster.has_lost(member, generation)]
 
     def beats(self, members: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -343,7 +343,7 @@ class Host:
         by_us = member in self._sent and (failure is None or failure.time_s > self._over_since)
         signalled = member in self._sent or member in self._evicted
         if code < 0 and signalled and failure is not None and not (by_us or failure.because_of_peer):
-            code = 1  # it had failed by itself before our signal cut its slow exit short
+            code = 1  # it had already failed when our signal ended its slow exit
         open_world = status.left_early(self._store, member)
         wrapped = process.may_wrap and not status.has_closed(self._store, member)
         if failure is None and (open_world or wrapped) and 128 < code < 128 + signal.NSIG:

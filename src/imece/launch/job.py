@@ -110,7 +110,7 @@ class Job:
         self.generations.stopping = True
         self.generations.blame_at = None
         self._again_at, self._replacements = None, []
-        # Of the three, ranks are only prepared for this one.
+        # Of these three signals, ranks are only prepared for SIGTERM.
         passed_on = signal.SIGTERM if number in (signal.SIGPIPE, signal.SIGHUP) else number
         joining = self.generations.joining.copy()  # nobody takes them in now, and they would wait for that
         self._let_go |= set(joining)
@@ -172,7 +172,8 @@ class Job:
         others = len(self._asked_to_end)
         ended = f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
         finished = [ending.rank for ending in self._endings.values() if ending.ok]
-        # That may be the cause: for an exception that says nothing else, or a script that tells us nothing.
+        # A rank that finished may be the cause of an exception that says nothing else, or of a silent
+        # failure.
         may_be_why = cause.status > 0 and (cause.failure is None or cause.because_of_peer)
         left = f"; rank {finished[0]} had finished before" if finished and may_be_why else ""
         line = f"imece: {cause.describe()}{self._why}{left}{ended if others else ''}"
@@ -237,7 +238,7 @@ class Job:
             return
         gone = [member for member, ending in self._endings.items() if not ending.ok]
         for hands in self.hands.values():
-            hands.kill(gone)  # what they have started, before others go on in their place
+            hands.kill(gone)  # what the dead ranks started, before replacements go on in their place
         if isinstance(verdict, GoOn):
             if verdict.generation is not None:
                 self._publish(verdict.generation)

@@ -12,7 +12,7 @@ import psutil
 
 _MARK = "IMECE_MARK"
 _SHM = Path("/dev/shm")
-_ENDING_S = 1.0  # what was just killed may take a moment to go
+_ENDING_S = 1.0  # a process that was just killed may take a moment to go
 
 
 class Traces:
@@ -40,7 +40,7 @@ class Traces:
                 marked = process.environ().get(_MARK) == self.environ[_MARK]
                 if marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     yield f"process {process.pid} ({process.name()})"
-            except (psutil.Error, OSError):  # it has gone, or belongs to another user
+            except (psutil.Error, OSError):  # the process has gone, or belongs to another user
                 continue
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-_TAKEN_BYTES = select.PIPE_BUF  # that a pipe takes without blocking if it is ready at all
+_TAKEN_BYTES = select.PIPE_BUF  # a ready pipe takes this many without blocking
 _LONGEST_BYTES = 65_536  # a longer line is passed on in pieces, each shown as a line
 _KEPT_LINES = 100
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)  # no red: that is for failures
@@ -42,7 +42,7 @@ class Outlet:
         """Bytes that it has not taken yet."""
         self._tells = True  # warns once of lost output
         self._ready: select.poll | None = None
-        with contextlib.suppress(OSError, ValueError):  # it is in memory
+        with contextlib.suppress(OSError, ValueError):  # a file in memory has no descriptor
             number = file.fileno()
             self._ready = select.poll()
             self._ready.register(number, select.POLLOUT)

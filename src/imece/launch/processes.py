@@ -30,13 +30,13 @@ class Ending:
     """How a rank ended."""
 
     rank: int
-    pid: int  # as it has told itself, or of the process that was started
+    pid: int  # as the rank reported it, or of the process that was started
     status: int  # exit status; negative: ended by that signal
     time_s: float  # monotonic, when its end was seen
     failure: Failure | None = None  # what the rank itself reported
     left_early: bool = False  # status 0 in the middle of an open world
     ended_by_us: bool = False
-    silent_s: float | None = None  # it was ended because nothing had been heard of it for so long
+    silent_s: float | None = None  # seconds of silence for which it was ended
     host: int | None = None  # the host, if there are several
     lost: str = ""  # how its whole host was lost, if nothing more is known
     where: str = ""  # "in backward of step 41", if it has noted that (membership/where.py)
@@ -215,7 +215,7 @@ def is_stopped(pid: int) -> bool:
 def _proc(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
@@ -230,7 +230,7 @@ def is_in_group(pid: int, group: int) -> bool:
 def group_lives(group: int) -> bool:
     """Whether some process of that group has not ended, even if its leader has."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True

@@ -21,7 +21,7 @@ from imece.launch.output import LogFile, Outlet, Printed, RankOutput, own_line, 
 from imece.writing import try_folder
 
 _READ_BYTES = 65_536
-_PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # of the largest pipe that a user may make, and of its end
+_PIPE_READS = 1 + (1 << 20) // _READ_BYTES  # as much as the largest pipe that a user may make, and its end
 _MOST_WAITING_BYTES = 4 << 20  # for a reader that does not read; beyond that the ranks that print wait for it
 
 
@@ -174,7 +174,7 @@ class Relay:
             os.close(copy)
 
     def _wait_here(self, outlet: Outlet) -> None:
-        if outlet in self._waited_for:  # it did not take what came before either
+        if outlet in self._waited_for:  # the outlet has not taken the earlier output either
             outlet.drop()
         with contextlib.suppress(BrokenPipeError):
             outlet.finish()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _LOOKS = 8  # looks within the time after which a member counts as silent
-_COMPUTES = 0.05  # of a core, at least: threads that wait for Python's lock try 200 times a second
+_COMPUTES = 0.05  # of a core, at least: threads that wait for Python's lock wake 200 times a second
 _PATIENCE = 10  # times as long for one that computes
 
 

@@ -293,7 +293,7 @@ def start(layout: Layout, command: Sequence[str], environ: Mapping[str, str]) ->
     # --disable-status: the first Ctrl-C goes to the ranks, which save, and not into a report of srun's.
     words = [*srun(layout), "--disable-status", "--input=none", *command]
     if layout.nodes > 1 and not any(environ.get(name) for name in VARIABLES):
-        inherited[TOKEN] = secrets.token_hex(32)  # of this job alone; srun passes its environment on
+        inherited[TOKEN] = secrets.token_hex(32)  # for this job only; srun passes its environment on
     os.execve(path, words, inherited)
 
 

@@ -36,7 +36,7 @@ from imece.open_files import SPAWN, check_open_files
 from imece.store import listen_here, serve
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
-_LONGEST_S = 60.0  # of one wait, so that a caller's limit is never too large for it
+_LONGEST_S = 60.0  # of a single wait, so that a caller's limit is never too large for it
 _RESULT, _FAILURE = b"r", b"f"
 
 
@@ -188,13 +188,13 @@ class _Crew:
     def _read(self, rank: int) -> None:
         try:
             self._frames[rank] = self._readers[rank].recv_bytes()
-        except (EOFError, OSError):  # it died before, or in the middle of, its message
+        except (EOFError, OSError):  # the process died before, or in the middle of, its message
             self._frames[rank] = b""
 
     def _ended(self, rank: int) -> None:
         process = self._processes[rank]
         assert process.pid is not None
-        kill_group(process.pid)  # what it has started; before exitcode reaps it and frees its number
+        kill_group(process.pid)  # what the process started; before exitcode reaps it and frees its number
         if rank not in self._frames and self._readers[rank].poll():
             self._read(rank)
         frame = self._frames.get(rank, b"")

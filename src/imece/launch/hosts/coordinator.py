@@ -246,7 +246,7 @@ class Coordinator:
             for host in lost:
                 self._leaving.pop(host, None)
         for host in self._new:
-            if host in self._job.hands:  # it had come back before its loss was settled
+            if host in self._job.hands:  # the host had come back before its loss was settled
                 self._job.lose({host: f"host {host} was lost: it has begun anew"}, now)
             self._job.take(host, self._far[host])
         self._empty |= self._new

@@ -30,7 +30,7 @@ class HandshakeError(Exception):
 
 
 async def prove(sock: socket.socket, token: bytes) -> None:
-    """As the side that dialled. Raises HandshakeError, EOFError or OSError."""
+    """The part of the side that dialled. Raises HandshakeError, EOFError or OSError."""
     loop = asyncio.get_running_loop()
     own = secrets.token_bytes(_NONCE_BYTES)
     await loop.sock_sendall(sock, MAGIC + own)
@@ -44,7 +44,7 @@ async def prove(sock: socket.socket, token: bytes) -> None:
 
 
 async def demand(sock: socket.socket, token: bytes) -> None:
-    """As the side that listens. Raises HandshakeError, EOFError or OSError."""
+    """The part of the side that listens. Raises HandshakeError, EOFError or OSError."""
     loop = asyncio.get_running_loop()
     other = await _nonce(sock)
     own = secrets.token_bytes(_NONCE_BYTES)

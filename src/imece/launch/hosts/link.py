@@ -49,7 +49,7 @@ class Link:
             try:
                 self._sock.shutdown(socket.SHUT_RDWR)
             except OSError:
-                return  # it has ended already
+                return  # the link has already ended
 
     def finish(self, *, lives_on: bool) -> None:
         """Close this direction once all is sent; `run` returns when the peer has closed the other."""

@@ -70,7 +70,7 @@ class Hello:
         raise frames.FrameError("it did not say who it is")
 
     def message(self) -> dict[str, Any]:
-        """As it is sent."""
+        """The message to send."""
         return asdict(self)
 
 

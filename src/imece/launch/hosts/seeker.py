@@ -56,7 +56,7 @@ class Seeker:
         here = self._here
         match message:
             case {"say": "role", "role": "leads" | "gathers", "id": str(name)} if self._shows:
-                if self._asked.get(host) != name:  # it says so whenever it is asked
+                if self._asked.get(host) != name:  # the host repeats this whenever it is asked
                     self._asked[host] = name
                     here.send(host, {"say": "here", "numbers": [here.newest.number, self._members]})
             case {

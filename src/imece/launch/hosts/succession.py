@@ -99,7 +99,7 @@ class Standing:
         )
 
     def message(self) -> dict[str, Any]:
-        """As it is sent."""
+        """The message to send."""
         known = [self.settled, *self.newer]
         return {"known": [[p.number, sorted(p.hosts), p.coordinator, sorted(p.joined)] for p in known]}
 

@@ -105,7 +105,7 @@ class WideJob(Job):
         self._set_places()
 
     def lose(self, hosts: Mapping[int, str], now: float) -> None:
-        """These hosts are gone with all their members. hosts: how, in words."""
+        """These hosts are gone with all their members. hosts: number -> how it was lost, in words."""
         for host in hosts:
             self.release(host)
         slots = self.generations.slots.items()

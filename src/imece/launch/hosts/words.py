@@ -43,7 +43,7 @@ class Report:
 
     members: dict[int, Seen]
     endings: dict[int, Ending]
-    """Of members that are not forgotten yet."""
+    """The endings of members that are not forgotten yet."""
     newest: Generation
     """The newest generation that was published there; number -1: none."""
 
@@ -158,7 +158,7 @@ def of_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def to_outcome(said: Mapping[str, Any], me: int) -> Outcome:
-    """As host `me` tells it: the cause is only named if it was there."""
+    """The outcome that host `me` reports: with the cause only if the cause was on this host."""
     host, pid = said["cause"] or (None, 0)
     cause = Ending(-1, int(pid), 1, 0.0) if host == me else None
     return Outcome(int(said["status"]), str(said["line"]), cause)
