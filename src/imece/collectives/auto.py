@@ -23,7 +23,7 @@ FORCED = os.environ.get(SCHEDULE, "")
 at import."""
 
 _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]] = weakref.WeakKeyDictionary()
-"""By group, then by type of device: in one group NCCL may move a GPU's tensors, and shm the CPU's."""
+"""Group -> type of device -> its links: in one group NCCL may move a GPU's tensors, and shm the CPU's."""
 
 
 def schedule_for(op: str, schedule: str | None, tensor: torch.Tensor, group: dist.ProcessGroup) -> str | None:

@@ -191,7 +191,7 @@ class Call:
         lane: int,
         offered: torch.Tensor | None,
     ) -> Pending:
-        """As `scheduled`, asynchronously, beside calls in other lanes.
+        """Like `scheduled`, but asynchronous, beside calls in other lanes.
 
         run: uses nothing that calls in other lanes use. It gets the bytes of what the ranks of this host have
         `offered` for this call, where they lie; nothing unless all of them are in shared memory.

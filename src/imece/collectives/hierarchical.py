@@ -151,7 +151,7 @@ def sum_of_rows(
             .sum_of_row(list(target[start:stop].view(parts, -1)))
             for start, stop in pieces(even, length)
         ]  # fmt: skip
-        # As in all_reduce, the remainder makes a padded chunk.
+        # The remainder makes a padded chunk, as in all_reduce.
         tail = buffer.new_zeros(each * parts) if rest else None
         if tail is not None:
             tail.view(each, parts)[:, :rest].copy_(buffer.view(each, numel)[:, even:])
@@ -191,7 +191,7 @@ def all_gather(
             if not shares_memory(own, tensor):
                 own.copy_(tensor.reshape(-1))
 
-        put_own(place if offered is None else offered)  # it may lie where others are about to write
+        put_own(place if offered is None else offered)  # the result may lie where others are about to write
         in_host = _open_each(offered, out, hosts)
         if any(each.numel() < out.numel() for each in in_host):
             _gather_rows(place, hosts, in_host, numel)
@@ -256,7 +256,7 @@ def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
 
 
 def _to_sum(tensor: torch.Tensor, op: str, world_size: int, wire: str | None) -> tuple[torch.Tensor, str]:
-    """As `prepared`, but dtypes of fewer bits are summed in fp32."""
+    """Like `prepared`, but dtypes of fewer bits are summed in fp32."""
     buffer, base = prepared(tensor, op, world_size)
     return (buffer if wire is None else buffer.float()), base
 
@@ -308,7 +308,7 @@ def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
 
 
 def _open_each(offered: torch.Tensor | None, out: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
-    """As `_open`, for what each rank offers on its own account."""
+    """Like `_open`, for tensors that each rank offers by itself."""
     host = hosts.host
     if not _has_memory_in_common(out, host):
         return []

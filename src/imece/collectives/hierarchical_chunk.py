@@ -105,7 +105,7 @@ class Chunk:
         return [self._send_part, self._take_parts_and_bring]
 
     def gather_row(self) -> list[Stage]:
-        """As all_gather, but the row is handed to nobody."""
+        """Like all_gather, but the row is handed to nobody."""
         return [self._send_part, self._take_parts]
 
     def all_reduce(self) -> list[Stage]:

@@ -113,7 +113,7 @@ def _ping_pong(
     large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
     there_and_back(small, 2)  # opens the connection
     there_and_back(large, 1)
-    # By turns, so that other load on the machine disturbs both alike.
+    # In turn, so that other load on the machine disturbs both alike.
     rounds = [(there_and_back(small, PINGS), there_and_back(large, 1)) for _ in range(ROUNDS)]
     latency_s, large_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     # On a loaded machine a small message can take longer than a large one: then half the time counts for

@@ -83,7 +83,7 @@ def start(
     *,
     shared: torch.Tensor | None,
 ) -> Any:
-    """As Call.scheduled. run: does the whole call on the groups it is given.
+    """Like Call.scheduled. run: does the whole call on the groups that it is given.
 
     shared: what all ranks of the host may read and write from now on, if it is in shared memory.
     """

@@ -220,12 +220,12 @@ class Task:
         finally:
             _here.task = None
             if not self._place.on_gpu:
-                self._run = None  # it holds tensors
+                self._run = None  # the function holds tensors
             self._ended.set()
 
 
 class _Here(threading.local):
-    task: Task | None = None  # that this thread runs
+    task: Task | None = None  # the task that this thread runs
 
 
 _here = _Here()

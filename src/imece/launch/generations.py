@@ -205,7 +205,10 @@ class Generations:
         return self.newest
 
     def closed(self, members: Collection[int], now: float) -> GoOn | None:
-        """These members have said that they leave in order: the others need nothing more from them."""
+        """These members have said that they leave in order: the others need nothing more from them.
+
+        Whatever their processes still do, and however they end, no longer concerns the others.
+        """
         told = self.leaving & set(members)
         self.leaving -= told
         self.left |= told

@@ -109,7 +109,7 @@ def device_backends() -> list[Any]:
     found: dict[int, Any] = {}
     names = dict(dist.distributed_c10d._world.pg_names)  # other threads ask too, while one makes groups
     for group in sorted(names, key=lambda each: names[each], reverse=True):  # NCCL's own order
-        if isinstance(group, SharedMemoryGroup):  # it has none that torch knows of
+        if isinstance(group, SharedMemoryGroup):  # torch knows of none in a SharedMemoryGroup
             found |= {id(each): each for each in group.other_backends}
             continue
         backends = {device.type: group._get_backend(device) for device in group._device_types}

@@ -23,7 +23,7 @@ class Block:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """model: whose buffers are part of the state. An update that computes gradients itself, in a closure,
         is made again."""
-        # By optimizer: one of them may skip an update, as when a scaler finds gradients that are not finite.
+        # Numbered by optimizer: one may skip an update, as when a scaler finds gradients that are not finite.
         self._number = {optimizer: at for at, optimizer in enumerate(optimizers)}
         self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
         # Where buffers are, so that the model is walked only once: a forward may put another tensor there.

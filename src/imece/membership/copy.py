@@ -70,7 +70,7 @@ class Copy:
         ]
         self._still: list[tuple[Tensor, int]] = []  # each with how often it was written when it was copied
         self._moving = len(self._table)  # number of the first pieces, which move; the others are still
-        self._held: Held | None = None  # what was written last, and where it came from
+        self._held: Held | None = None  # the last state written, and where it came from
         self._sources: list[Tensor] = []
         self._is_pinned = False
 
@@ -154,7 +154,7 @@ class Copy:
         targets = self._slots[slot][: self._moving]
         self._words[2 + slot] = _NONE
         if all(source.is_cpu for source in self._sources):
-            # By numpy, in bytes: half the time of torch's loops over elements.
+            # numpy copies bytes in half the time of torch's loops over elements.
             for target, source in zip(targets, self._sources, strict=True):
                 np.copyto(_bytes(target), _bytes(source))
         else:

@@ -58,7 +58,7 @@ def of_step(offers: Iterable[Offer], number: int, step: int) -> list[Offer]:
 
 
 def on_host(offers: Sequence[Offer], host: Collection[int], rank: int) -> dict[int, Offer]:
-    """By place, the copy of its own host that a rank reads: one that it holds itself if it can."""
+    """By place, the copy on this host that a rank reads: one that it holds itself if possible."""
     found: dict[int, Offer] = {}
     for offer in sorted(offers, key=lambda offer: (offer.maker, offer.holder != rank)):
         if offer.holder in host:

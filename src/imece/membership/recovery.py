@@ -271,7 +271,7 @@ class Recovery:
     def _take_over(self, step: int) -> tuple[int, int]:
         """(finished steps of all from now on, how many more the furthest rank had)."""
         mesh, model = self.member.mesh, self._model
-        self._training_state.forget()  # of parts that `regroup` cuts anew
+        self._training_state.forget()  # the parts that `regroup` cuts anew
         self._copies.forget()
         updates = self._block.updates if self._block is not None else []
         far = [step, sum(updates)]

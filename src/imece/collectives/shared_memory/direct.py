@@ -72,7 +72,7 @@ class DirectCalls(GroupBase):
         return [each.view(tensor.dtype) for each in found] or None
 
     def open_each(self, offered: Tensor | None) -> list[Tensor]:
-        """As `open`, but each rank offers what it likes: any contiguous tensor on the CPU, or none.
+        """Like `open`, but each rank offers any contiguous tensor on the CPU, or none.
 
         Returns their bytes in rank order; an empty list, on all ranks, unless all are in shared memory.
         """

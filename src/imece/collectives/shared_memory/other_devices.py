@@ -30,7 +30,7 @@ class OtherDevices:
         return self.on(tensor.device, owner)
 
     def on(self, device: torch.device, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
-        """As `group`, for all tensors of a device."""
+        """Like `group`, for all tensors of a device."""
         if device.type == "cpu":
             return None
         found = self._groups.get(device.type)
