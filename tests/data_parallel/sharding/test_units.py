@@ -571,50 +571,56 @@ class Clamped(Small):
 
 
 class Supervised(nn.Module):
-    """A block with a loss of its own, which it returns or keeps for whoever looks."""
+    """A block with a loss of its own, which it returns, keeps, or puts into a list."""
 
-    def __init__(self, returns: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.body, self.head, self.returns = nn.Linear(4, 4), nn.Linear(4, 2), returns
+        self.body, self.head, self.way = nn.Linear(4, 4), nn.Linear(4, 2), way
+        self.scale, self.kept = nn.Parameter(torch.ones(2)), torch.empty(0)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> Any:
         x = self.body(x).tanh()
-        self.kept = self.head(x).square().mean()
-        return (x, self.kept) if self.returns else x
+        loss = (self.head(x) * self.scale).square().mean()
+        if self.way == "kept":
+            self.kept = loss
+        elif self.way == "listed":
+            losses.append(loss)
+        return (x, loss) if self.way == "returned" else x
 
 
 class Deep(nn.Module):
     """Its loss is that of its blocks, and one of what comes out."""
 
-    def __init__(self, returns: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Supervised(returns) for _ in range(3))
+        self.blocks = nn.ModuleList(Supervised(way) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss = x.new_zeros(())
+        losses: list[torch.Tensor] = []
         for block in self.blocks:
-            out = block(x)
-            x, kept = out if isinstance(out, tuple) else (out, block.kept)
-            loss = loss + kept
-        return loss + x.mean()
+            out = block(x, losses)
+            x, loss = out if isinstance(out, tuple) else (out, block.kept)
+            if block.way != "listed":
+                losses.append(loss)
+        return sum(losses, x.mean())
 
 
 def losses_that_blocks_keep(group: dist.ProcessGroup) -> None:
     """Their backward comes past the output of the block, whose parameters may not have come yet."""
 
-    def gradients(returns: bool, whole: bool) -> list[torch.Tensor]:
+    def gradients(way: str, whole: bool = False) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model, optimizer = wrap(Deep(returns), group)
+        model, optimizer = wrap(Deep(way), group)
         with model.gathered() if whole else contextlib.nullcontext():
             model(torch.ones(3, 4)).backward()
         return [each.grad for those in optimizer.param_groups for each in those["params"]]
 
-    expected = gradients(returns=True, whole=False)
-    assert all(map(torch.equal, gradients(returns=False, whole=True), expected))
-    with pytest.raises(
-        RuntimeError, match=r"used blocks\.\d\.head\.\w+ while unit blocks\.\d was .* Return it"
-    ):
-        gradients(returns=False, whole=False)
+    expected = gradients("returned")
+    for found in (gradients("kept"), gradients("listed", whole=True)):
+        assert all(map(torch.equal, found, expected))
+    said = r"used blocks\.\d\.\S+ while unit blocks\.\d was .* Return it"
+    with pytest.raises(RuntimeError, match=said):
+        gradients("listed")
 
 
 def written_and_freed(group: dist.ProcessGroup) -> None:

@@ -24,6 +24,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class Gathering:
                 self._free(each for each in over if each.has_frozen)
             self._gather(unit, [each for each in earlier if each.awaited])
 
-        for tensor in tensors_in(output):
+        for tensor in chain(tensors_in(output), _kept_in(unit.module)):
             if tensor is None:
                 unit.pinned = True
                 continue
@@ -338,6 +339,14 @@ class _Hook:
         return _Hook, ()
 
 
+def _kept_in(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What modules keep of a forward for others to find, such as the loss of a router."""
+    for each in module.modules():
+        for value in vars(each).values():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                yield value
+
+
 def _refuse_early(known: weakref.ref[Unit], name: str) -> Callable[[torch.Tensor], None]:
     """A hook on a parameter's gradient, which must not keep the unit, as that keeps the parameter."""
 
@@ -346,7 +355,7 @@ def _refuse_early(known: weakref.ref[Unit], name: str) -> Callable[[torch.Tensor
         if unit is not None and unit.state is State.COMING:
             raise RuntimeError(
                 f"backward used {name} while {unit} was still being gathered: it came by a tensor that the "
-                f"unit's forward has not returned, but kept in an attribute or a list, such as a loss. "
+                f"unit's forward has not returned, but kept elsewhere, a loss in a list say. "
                 f"Return it too, or run forward and backward inside of `with model.gathered():`"
             )
 
