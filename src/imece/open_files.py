@@ -21,7 +21,7 @@ class Files(NamedTuple):
 
 
 SPAWN = Files(5, 12)
-LAUNCH = Files(6, 14)
+LAUNCH = Files(8, 14)  # of a script with imece.steps; a plain one has 6 for each rank
 HOST_0, OTHER_HOST = Files(8, 20), Files(12, 20)  # ranks reach the store through their launchers
 TRAIN = Files(8, 10)  # ranks that go on when others die have more connections
 
