@@ -583,7 +583,7 @@ class Supervised(nn.Module):
         loss = (self.head(x) * self.scale).square().mean()
         if self.way == "kept":
             self.kept = loss
-        elif self.way == "listed":
+        elif self.way in ("listed", "first"):
             losses.append(loss)
         return (x, loss) if self.way == "returned" else x
 
@@ -600,9 +600,9 @@ class Deep(nn.Module):
         for block in self.blocks:
             out = block(x, losses)
             x, loss = out if isinstance(out, tuple) else (out, block.kept)
-            if block.way != "listed":
+            if block.way not in ("listed", "first"):
                 losses.append(loss)
-        return sum(losses, x.mean())
+        return losses[0] if block.way == "first" else sum(losses, x.mean())
 
 
 def losses_that_blocks_keep(group: dist.ProcessGroup) -> None:
@@ -621,6 +621,8 @@ def losses_that_blocks_keep(group: dist.ProcessGroup) -> None:
     said = r"used blocks\.\d\.\S+ while unit blocks\.\d was .* Return it"
     with pytest.raises(RuntimeError, match=said):
         gradients("listed")
+    with pytest.raises(RuntimeError, match="is at version"):  # and not the end of the process
+        gradients("first")
 
 
 def written_and_freed(group: dist.ProcessGroup) -> None:

@@ -8,7 +8,8 @@
     gathered the parameters can be used
 
 A freed storage that gets memory again is the same storage: views, and what autograd saved of them, stay
-valid.
+valid. While it is freed the versions of its parameters are others than those that autograd saved: a backward
+that comes then is torch's error, and does not read memory that is gone.
 
 On a GPU the current stream waits for a gather, and torch's allocator reuses memory in the order of the stream
 that took it. If branches of a model run on several streams, each that comes to a unit waits, and tells the
@@ -56,12 +57,15 @@ class Flat:
     lane: Lane | None = None  # copies or casts `own`, if it lies elsewhere than `full` or has more bits
     is_frozen: bool = False  # no gradients come to it
     _versions: list[int] = field(default_factory=list)  # of each parameter, when it was gathered
+    _are_shifted: bool = False  # those that autograd compares with what it saved
     _taken_on: torch.cuda.Stream | None = None  # None: freed, or on a CPU
     _came: torch.cuda.Event | None = None  # recorded on the first stream that waited
 
     def take(self) -> None:
         """Give `full` memory again, with any contents."""
         self.full.untyped_storage().resize_(self.full.nbytes)
+        if not self.is_frozen:  # else a hook on gradients names what a backward uses before it has come
+            self._shift_versions(False)
         if has_streams(self.full):
             self._taken_on, self._came = torch.cuda.current_stream(self.full.device), None
 
@@ -81,6 +85,7 @@ class Flat:
     def give_back(self) -> None:
         """Give its memory back; it is reused once all streams that came here have done their work
         until now."""
+        self._shift_versions(True)
         self.full.untyped_storage().resize_(0)
         self._taken_on = None
 
@@ -99,7 +104,18 @@ class Flat:
         """`full` holds the right values."""
         for _, parameter in self.named:
             freed.revive(parameter)
+        self._shift_versions(False)
         self.note_versions()
+
+    def _shift_versions(self, shift: bool) -> None:
+        """Let the parameters' versions be 1 more than they are, or no more."""
+        if shift == self._are_shifted:
+            return
+        self._are_shifted, more = shift, 1 if shift else -1
+        parameters = tuple(parameter for _, parameter in self.named)
+        with torch._C.DisableTorchFunctionSubclass():  # freed ones refuse to be asked
+            versions = tuple(parameter._version + more for parameter in parameters)
+            torch._C._autograd._unsafe_set_version_counter(parameters, versions)
 
     def note_versions(self) -> None:
         """Accept all writes into parameters until now: they are in `own` too, or need not stay."""
