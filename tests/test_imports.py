@@ -41,7 +41,7 @@ _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
-    "open_files": {"errors"},
+    "open_files": {"errors", "listing"},
     "writing": set(),
     "opening": set(),
     "heap": set(),

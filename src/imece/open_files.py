@@ -9,6 +9,7 @@ import sys
 from typing import NamedTuple
 
 from imece.errors import UserError
+from imece.listing import many
 
 _MANY = 65_536  # of a thousand ranks; not more, as children may close each number up to the limit
 
@@ -55,7 +56,7 @@ def lacking(ranks: int, files: Files, allowed: int) -> str | None:
     most = most_ranks(files, allowed)
     fewer = f", or start {most} at most" if most > 0 else ""
     return (
-        f"{ranks} rank{'s' * (ranks != 1)} need {needed:,} open files, and {allowed:,} are allowed "
+        f"{many(ranks, 'rank')} need {needed:,} open files, and {allowed:,} are allowed "
         f"(ulimit -Hn): raise that limit (ulimit -n, LimitNOFILE, docker run --ulimit nofile=65536){fewer}"
     )
 

@@ -579,13 +579,15 @@ class Supervised(nn.Module):
         self.scale, self.kept = nn.Parameter(torch.ones(2)), torch.empty(0)
 
     def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> Any:
+        if self.way == "input":
+            self.kept = x
         x = self.body(x).tanh()
         loss = (self.head(x) * self.scale).square().mean()
         if self.way == "kept":
             self.kept = loss
         elif self.way in ("listed", "first"):
             losses.append(loss)
-        return (x, loss) if self.way == "returned" else x
+        return (x, loss) if self.way in ("returned", "input") else x
 
 
 class Deep(nn.Module):
@@ -608,16 +610,20 @@ class Deep(nn.Module):
 def losses_that_blocks_keep(group: dist.ProcessGroup) -> None:
     """Their backward comes past the output of the block, whose parameters may not have come yet."""
 
+    most: dict[str, int] = {}
+
     def gradients(way: str, whole: bool = False) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, optimizer = wrap(Deep(way), group)
         with model.gathered() if whole else contextlib.nullcontext():
             model(torch.ones(3, 4)).backward()
+        most[way] = model.sharding.gathering.most_bytes
         return [each.grad for those in optimizer.param_groups for each in those["params"]]
 
     expected = gradients("returned")
-    for found in (gradients("kept"), gradients("listed", whole=True)):
+    for found in (gradients("kept"), gradients("input"), gradients("listed", whole=True)):
         assert all(map(torch.equal, found, expected))
+    assert most["input"] == most["returned"], "nothing comes back for a gradient that goes on to other units"
     said = r"used blocks\.\d\.\S+ while unit blocks\.\d was .* Return it"
     with pytest.raises(RuntimeError, match=said):
         gradients("listed")

@@ -155,7 +155,7 @@ class Gathering:
         expected = self._order[at - 1 : at] == [unit]
         self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
 
-    def _leave(self, unit: Unit, _inputs: Any, output: Any) -> None:
+    def _leave(self, unit: Unit, inputs: tuple[Any, ...], output: Any) -> None:
         in_backward = _in_backward()
         if not in_backward:
             if unit.depth > 1:
@@ -167,7 +167,7 @@ class Gathering:
             # A re-entrant checkpoint first runs it without gradients.
             if self._training or torch.is_grad_enabled():
                 unit.calls[unit.entered] = self._clock
-        comes = torch.is_grad_enabled() and self._await_backward(unit, output)
+        comes = torch.is_grad_enabled() and self._await_backward(unit, inputs, output)
         if in_backward:
             return
         unit.awaited = comes or unit.pinned or (self._training and not torch.is_grad_enabled())
@@ -187,7 +187,7 @@ class Gathering:
         at = len(self._path)
         return self._order[at - 1 : at] == [unit] and len(self._order) - at < self._ahead
 
-    def _await_backward(self, unit: Unit, output: Any) -> bool:
+    def _await_backward(self, unit: Unit, inputs: tuple[Any, ...], output: Any) -> bool:
         """Whether a backward may come through this output, and gather the unit."""
         earlier, entered, left = unit.earlier, unit.entered, unit.calls.get(unit.entered)
         comes = False
@@ -205,7 +205,7 @@ class Gathering:
                 self._free(each for each in over if each.has_frozen)
             self._gather(unit, [each for each in earlier if each.awaited])
 
-        for tensor in chain(tensors_in(output), _kept_in(unit.module)):
+        for tensor in chain(tensors_in(output), _kept_in(unit, self.units, inputs)):
             if tensor is None:
                 unit.pinned = True
                 continue
@@ -339,11 +339,19 @@ class _Hook:
         return _Hook, ()
 
 
-def _kept_in(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What modules keep of a forward for others to find, such as the loss of a router."""
-    for each in module.modules():
-        for value in vars(each).values():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+def _kept_in(unit: Unit, units: Sequence[Unit], inputs: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """What the unit's modules keep of a forward for others to find, such as the loss of a router.
+
+    Not one of the inputs: its gradient comes when the unit has been freed, which would gather it once more.
+    """
+    others = {id(each.module) for each in units}
+    waiting = [unit.module]
+    while waiting:
+        module = waiting.pop()
+        waiting += (each for each in module.children() if id(each) not in others)
+        for value in vars(module).values():
+            is_kept = isinstance(value, torch.Tensor) and value.grad_fn is not None
+            if is_kept and not any(value is given for given in inputs):
                 yield value
 
 
