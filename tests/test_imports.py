@@ -164,11 +164,18 @@ def _printed(code: str) -> str:
 
 
 def test_every_name_that_is_offered_has_a_home() -> None:
-    assert set(imece.__all__) <= set(dir(imece))
+    assert sorted(imece.__all__) == dir(imece)
     for name in imece.__all__:
         assert getattr(imece, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'inti'"):
+    with pytest.raises(AttributeError, match="no attribute 'inti'") as caught:
         imece.inti  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("inti", imece)  # Python asks "Did you mean: 'init'?"
+
+
+def test_help_lists_every_name_that_is_offered() -> None:
+    assert imece.__doc__ is not None
+    words = re.findall(r"\w+", imece.__doc__.partition("the ranks ")[2])
+    assert [name for name in imece.__all__ if name not in words] == ["__version__"]
 
 
 @pytest.mark.parametrize(

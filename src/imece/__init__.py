@@ -1,11 +1,32 @@
-"""Data-parallel training for PyTorch: `imece.init()`, collectives, and the backend "shm" for one host's CPUs.
+"""Data-parallel training for PyTorch: one engine from DDP to ZeRO-3 and hybrid sharding.
 
-Importing imece makes "shm" known to torch.distributed. Each public name is imported on first use.
+    mesh = imece.init()                             # which rank am I, of how many, on what
+    model, optimizer = imece.parallelize(model, optimizer, strategy="zero2")
+
+    # forward, loss.backward(), optimizer.step(), optimizer.zero_grad(): your loop stays as it is
+
+`imece launch --ranks 2 script.py` starts the ranks; so do torchrun, srun and mpirun.
+
+    the ranks        init, Mesh, World, spawn
+    a model          parallelize, MixedPrecision, DistributedDataParallel, GradScaler,
+                     compile_blocks, SyncBatchNorm, convert_sync_batchnorm, cross_entropy,
+                     read_settings
+    divided models   tensor_parallel, Pipeline, ContextParallel
+    data             DistributedSampler
+    checkpoints      full_optimizer_state, load_weights; more in imece.checkpoint
+    ranks that die   steps
+    collectives      all_reduce, reduce_scatter, all_gather, broadcast, reduce, send, recv,
+                     exchange with Send and Recv, barrier, Pending, shared_empty
+    exceptions       errors
+
+Importing imece makes "shm", the backend for the CPUs of one host, known to torch.distributed.
+Each name is imported on first use.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from imece import errors
@@ -131,11 +152,13 @@ at_opening(_watch_gpus)
 def __getattr__(name: str) -> Any:
     """PEP 562: import the module that has `name`, and with it torch."""
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'imece' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'imece' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     found = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

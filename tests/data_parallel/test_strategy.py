@@ -37,7 +37,7 @@ of = ShardGroups.of
         ("replicate", "replicate"), ("NO_SHARD", "replicate"), ("ddp", "replicate"), ("DDP", "replicate"),
         ("zero1", "zero1"), ("ZeRO-1", "zero1"),
         ("zero2", "zero2"), ("SHARD_GRAD_OP", "zero2"), ("ZeRO-2", "zero2"),
-        ("zero3", "zero3"), ("FULL_SHARD", "zero3"), ("ZeRO-3", "zero3"),
+        ("zero3", "zero3"), ("FULL_SHARD", "zero3"), ("ZeRO-3", "zero3"), ("FSDP", "zero3"),
         ("hybrid", "hybrid"), ("HYBRID_SHARD", "hybrid"),
         ("hybrid_zero2", "hybrid_zero2"), ("_HYBRID_SHARD_ZERO2", "hybrid_zero2"),
     ],
@@ -69,7 +69,8 @@ def test_a_name_that_is_none(name: str, hint: str) -> None:
     with pytest.raises(ValueError) as caught:
         find_strategy(name)
     assert str(caught.value) == (
-        f"unknown strategy {name!r}{hint} There are replicate, zero1, zero2, zero3, hybrid, hybrid_zero2"
+        f"unknown strategy {name!r}{hint} "
+        "There are auto, replicate, zero1, zero2, zero3, hybrid, hybrid_zero2"
     )
 
 

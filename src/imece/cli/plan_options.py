@@ -18,13 +18,14 @@ from imece.plan.setup import FP32, Adapters, Optimizer, Precision, Recomputation
 
 StrategyName = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
-    "ddp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
+    "ddp", "fsdp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
 PrecisionName = Literal["bf16", "fp16", "autocast", "fp32", "bf16-pure", "fp8"]
 
 _STRATEGIES: dict[str, Strategy] = {
     "replicate": "replicate", "ddp": "replicate", "NO_SHARD": "replicate", "zero1": "zero1",
-    "zero2": "zero2", "SHARD_GRAD_OP": "zero2", "zero3": "zero3", "FULL_SHARD": "zero3",
+    "zero2": "zero2", "SHARD_GRAD_OP": "zero2", "zero3": "zero3", "fsdp": "zero3",
+    "FULL_SHARD": "zero3",
     "hybrid": "hybrid", "HYBRID_SHARD": "hybrid", "hybrid_zero2": "hybrid_zero2",
     "_HYBRID_SHARD_ZERO2": "hybrid_zero2",
 }  # fmt: skip

@@ -62,7 +62,7 @@ def parallelize(
         replicate     DDP, NO_SHARD         whole        whole       whole       2M
         zero1         ZeRO-1                whole        whole       1/N         2M
         zero2         SHARD_GRAD_OP         whole        1/N         1/N         2M
-        zero3         FULL_SHARD            1/N          1/N         1/N         3M
+        zero3         FSDP, FULL_SHARD      1/N          1/N         1/N         3M
         hybrid        HYBRID_SHARD          1/G          1/G         1/G         3M in a host, 2M/G between
         hybrid_zero2  _HYBRID_SHARD_ZERO2   whole        1/G         1/G         2M in a host, 2M/G between
 

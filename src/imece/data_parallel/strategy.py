@@ -29,7 +29,7 @@ _ALL = (
     Strategy("replicate", False, False, False, other_names=("ddp", "no_shard")),
     Strategy("zero1", False, False, True, other_names=("zero-1",)),
     Strategy("zero2", False, True, True, other_names=("zero-2", "shard_grad_op")),
-    Strategy("zero3", True, True, True, other_names=("zero-3", "full_shard")),
+    Strategy("zero3", True, True, True, other_names=("zero-3", "fsdp", "full_shard")),
     Strategy("hybrid", True, True, True, hybrid=True, other_names=("hybrid_shard",)),
     Strategy("hybrid_zero2", False, True, True, hybrid=True, other_names=("_hybrid_shard_zero2",)),
 )
@@ -44,7 +44,7 @@ def find_strategy(name: str) -> Strategy:
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_ANY_NAME, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"unknown strategy {name!r}{hint} There are {', '.join(STRATEGIES)}")
+        raise ValueError(f"unknown strategy {name!r}{hint} There are auto, {', '.join(STRATEGIES)}")
     return found
 
 

@@ -25,7 +25,7 @@ from imece.models.shape import TransformerConfig
 # All names of the strategies in data_parallel/strategy.py, imece's own first.
 Strategy = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
-    "ddp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
+    "ddp", "fsdp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
 Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -370,7 +370,7 @@ class TrainConfig:
     steps: int = 250
     """Optimizer steps in all. A larger number makes a finished run go on."""
     #: What each rank holds. replicate (also ddp, NO_SHARD): everything; zero1: a part of the optimizer's
-    #: state; zero2 (SHARD_GRAD_OP): also of gradients; zero3 (FULL_SHARD): also of parameters; hybrid,
+    #: state; zero2 (SHARD_GRAD_OP): also of gradients; zero3 (fsdp, FULL_SHARD): also of parameters; hybrid,
     #: hybrid_zero2: parts within a host, replicas between hosts. auto: the fastest by the planner if imece
     #: plan --here has measured this machine; else zero1 on one host and on GPUs, otherwise replicate, or what
     #: fits.
