@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from imece import connections
 from imece import mesh as meshes
 from imece.membership import gpu_errors, member
+from imece.membership.aborting import Aborting
 from imece.membership.roster import Generation, Roster
 
 
@@ -73,11 +77,44 @@ def test_it_does_not_wait_where_a_peer_has_finished(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - begin < 30
 
 
+def test_who_moves_while_its_beat_asks_is_not_cut_off_when_a_member_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody is lost then, and the step under way ends in order."""
+    ours, roster = member_of(Generation(4, (0, 1)))
+    cuts: list[int] = []
+    monkeypatch.setattr(member, "_CUT_S", 0.0)
+    monkeypatch.setattr(connections, "cut", lambda: cuts.append(ours._at))
+    monkeypatch.setattr(meshes, "reform", lambda *_: None)
+    monkeypatch.setenv("RANK", "1")  # to be as they were
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    class Late(Roster):
+        def generation(self, number: int) -> Generation:
+            found = super().generation(number)
+            ours._enter(found, 1.0)
+            return found
+
+    def beat(newest: Generation, asked: Roster = roster) -> list[int]:
+        cuts.clear()
+        roster.publish(newest)
+        ours._newest = newest.number
+        for _ in range(2):
+            ours._cut_off(asked)
+            time.sleep(0.002)
+        return cuts
+
+    assert beat(Generation(5, (1, 2), ("why",)), Late(ours._store)) == [4], "by the move itself"
+    assert beat(Generation(6, (1, 2, 3))) == []
+    assert beat(Generation(7, (1, 3), ("why",))) == [5], "a rank of its own generation is gone"
+
+
 def member_of(generation: Generation) -> tuple[member.Member, Roster]:
     """Its member 1, which has no thread, and what its launcher sees."""
     ours, store = member.Member.__new__(member.Member), dist.HashStore()
     roster = Roster(store)
     roster.publish(generation)
     ours.number, ours._at, ours._alone, ours._members = 1, generation.number, False, {*generation.members}
-    ours._store, ours._roster = store, roster
+    ours._store, ours._roster, ours._meeting = store, roster, ("127.0.0.1", 1)
+    ours._moving, ours._cut_at, ours.aborting, ours._stores = threading.Lock(), math.inf, Aborting(), []
     return ours, roster

@@ -208,10 +208,14 @@ class Member:
         """
         if self._newest <= self._at:
             return
-        if self._cut_at == math.inf and _has_lost(self._members, roster.generation(self._newest)):
-            self._cut_at = time.monotonic() + _CUT_S
+        newest = roster.generation(self._newest)
         with self._moving:
-            if self._at < self._newest and time.monotonic() > self._cut_at:
+            if self._at >= newest.number:
+                return  # it has moved meanwhile: what it had lost is nothing to the generation that it is in
+            now = time.monotonic()
+            if self._cut_at == math.inf and _has_lost(self._members, newest):
+                self._cut_at = now + _CUT_S
+            if now > self._cut_at:
                 connections.cut()
                 over = f"generation {self._at} is over: a rank of it is gone"
                 abort_all(PeerLostError(over))
