@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -361,6 +362,19 @@ def finite_is_off_unless_asked_for(group: dist.ProcessGroup) -> None:
     assert model.nonfinite == {}
 
 
+def names_ranks_of_the_world(group: dist.ProcessGroup) -> None:
+    """As along an axis of a mesh, where the place in the group is another number."""
+    part = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 0:
+        return
+    with pytest.raises(MismatchError, match=r"on rank 1, .* on rank 2\."):
+        DistributedDataParallel(nn.Linear(2, rank), process_group=part)
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=part, check_finite=True)
+    model(torch.full((1, 2), math.inf if rank == 2 else 1.0)).sum().backward()
+    assert set(model.nonfinite) == {2}, model.nonfinite
+
+
 CHECKS: dict[str, Check] = (
     {f"different {name}": refused(*case) for name, case in DIFFERENT.items()}
     | {
@@ -381,6 +395,7 @@ CHECKS: dict[str, Check] = (
         "not finite": names_who_brought_it,
         "not finite in an accumulation": finite_in_an_accumulation,
         "finite is off": finite_is_off_unless_asked_for,
+        "ranks of the world": names_ranks_of_the_world,
     }
 )
 

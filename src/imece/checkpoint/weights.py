@@ -25,7 +25,7 @@ from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
 from imece.checkpoint.plain import by_key, value_of
 from imece.collectives.mistakes import tried
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.listing import some
@@ -215,10 +215,12 @@ def _check_same(model: nn.Module, saved: Saved) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     mine = [f"step {saved.step} ({saved.attempt})"]
-    said = gather_texts(mine, model.process_group, model.device, "which checkpoint it is")
-    for rank, (which,) in enumerate(said):
-        if which != said[0][0]:
+    group = model.process_group
+    said = of_ranks(group, gather_texts(mine, group, model.device, "which checkpoint it is"))
+    first = next(iter(said))
+    for rank, (which,) in said.items():
+        if which != said[first][0]:
             raise UserError(
-                f"rank 0 found {said[0][0]}, rank {rank} found {which}: name one checkpoint's own folder, "
-                "and check that all hosts see the same disk"
+                f"rank {first} found {said[first][0]}, rank {rank} found {which}: name one checkpoint's own "
+                "folder, and check that all hosts see the same disk"
             )

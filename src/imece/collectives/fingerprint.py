@@ -10,7 +10,7 @@ of what ranks exchange: append to them, never reorder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,9 +94,15 @@ def unpack(fingerprint: int) -> Fields:
     )
 
 
-def describe(fingerprint: int) -> str:
-    """One call in words, e.g. "all_reduce(avg) of float32[2359296]" or "broadcast from 2 of int64[8]"."""
-    return _describe(unpack(fingerprint), None)
+def describe(fingerprint: int, names: Sequence[int] | None = None) -> str:
+    """One call in words, e.g. "all_reduce(avg) of float32[2359296]" or "broadcast from 2 of int64[8]".
+
+    names: of the group's ranks, in its order; by default the ranks in the group.
+    """
+    fields = unpack(fingerprint)
+    if names is not None and fields.root >= 0:
+        fields = fields._replace(root=names[fields.root])
+    return _describe(fields, None)
 
 
 def describe_tensor(fingerprint: int) -> str:
@@ -137,7 +143,7 @@ def explain(
 ) -> str | None:
     """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
 
-    fingerprints, labels, shapes, ways: by rank in the group. Ranks agree if their fingerprints and (if given)
+    fingerprints, labels, shapes, ways: by rank in the world. Ranks agree if their fingerprints and (if given)
     their shapes and ways are equal; labels are shown and never compared. A way is "schedule ring" or "wire
     bf16", for instance; "" is the backend's own way.
     """

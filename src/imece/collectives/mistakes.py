@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_texts, of_ranks
 from imece.errors import UserError
 
 Result = TypeVar("Result")
@@ -20,7 +20,7 @@ class Outcome(NamedTuple, Generic[Result]):
     result: Result | None
     mine: UserError | None
     wrong: dict[int, str]
-    """Rank -> its mistake, ascending; if empty, there is a result."""
+    """Rank in the world -> its mistake, ascending; if empty, there is a result."""
 
 
 def tried(
@@ -35,4 +35,5 @@ def tried(
     except UserError as error:
         mine = error
     said = gather_texts([str(mine)] if mine else [], group, device, label)
-    return Outcome(result, mine, {rank: texts[0] for rank, texts in enumerate(said) if texts})
+    wrong = {rank: texts[0] for rank, texts in of_ranks(group, said).items() if texts}
+    return Outcome(result, mine, wrong)

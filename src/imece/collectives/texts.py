@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
+
+Said = TypeVar("Said")
 
 _MOST_BYTES = 2**20
 _MOST_CHARACTERS = 2**16  # of one text: JSON takes up to 12 bytes for each
@@ -17,8 +20,8 @@ _MOST_CHARACTERS = 2**16  # of one text: JSON takes up to 12 bytes for each
 def gather_texts(
     mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str = ""
 ) -> list[list[str]]:
-    """The lists of all ranks, by rank. Of a list of more than 1 MiB only the beginning is sent. A single text
-    that is longer is shortened, and says so.
+    """The lists of all ranks, in the group's order. Of a list of more than 1 MiB only the beginning is sent.
+    A single text that is longer is shortened, and says so.
     """
     data = json.dumps(mine).encode()
     while len(data) > _MOST_BYTES:
@@ -28,7 +31,7 @@ def gather_texts(
 
 
 def gather_json(mine: Any, group: dist.ProcessGroup, device: torch.device, label: str = "") -> list[Any]:
-    """Every rank's object, by rank, complete however long: it travels in parts of 1 MiB a rank.
+    """Every rank's object, in the group's order, complete however long: it travels in parts of 1 MiB a rank.
 
     For data that a program reads; for messages to people `gather_texts` is enough. TypeError if `mine` is no
     JSON.
@@ -48,3 +51,8 @@ def gather_json(mine: Any, group: dist.ProcessGroup, device: torch.device, label
         for text, raw in zip(said, rows.view(-1, len(row)).cpu().numpy(), strict=True):
             text += raw.tobytes()
     return [json.loads(text.rstrip(b"\0")) for text in said]
+
+
+def of_ranks(group: dist.ProcessGroup, said: Sequence[Said]) -> dict[int, Said]:
+    """What the ranks of a group said, by their ranks in the world, which is how errors name them."""
+    return dict(zip(dist.get_process_group_ranks(group), said, strict=True))

@@ -364,7 +364,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     @property
     def nonfinite(self) -> dict[int, list[str]]:
-        """With check_finite: {rank: parameters in which it brought NaN or Inf} in the last backward."""
+        """With check_finite: {rank in the world: parameters in which it brought NaN or Inf} in the last
+        backward."""
         return self.reducer.leaving.finite.brought if self.reducer.leaving.finite is not None else {}
 
     def check_parameters(self) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from imece.collectives import ops
-from imece.collectives.texts import gather_texts
+from imece.collectives.fingerprint import rank_words
+from imece.collectives.texts import gather_texts, of_ranks
 from imece.errors import MismatchError
 
 _FLAT_BYTES = 64 * 2**20
@@ -33,21 +34,21 @@ def check_same_shapes(
 def check_same_optimizers(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
     """MismatchError unless all ranks have the same list. mine: what steps each parameter."""
     if texts := texts_that_differ(mine, group, device, "digest of the optimizers"):
-        rows = (dict(enumerate(row)) for row in zip(*texts, strict=True))
+        rows = (dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True))
         first = next(row for row in rows if len(set(row.values())) > 1)
         raise MismatchError(f"the ranks' optimizers differ: {by_rank(first)}. Do all ranks make the same?")
 
 
 def texts_that_differ(
     mine: list[str], group: dist.ProcessGroup, device: torch.device, label: str
-) -> list[list[str]]:
-    """The lists of all ranks; empty if they are equal, which one message of 32 bytes can tell."""
+) -> dict[int, list[str]]:
+    """The lists of all ranks, by rank; empty if they are equal, which one message of 32 bytes can tell."""
     checksum = hashlib.sha256("\n".join(mine).encode()).digest()
     words = torch.frombuffer(bytearray(checksum), dtype=torch.int64).to(device)
     digests = words.new_empty(group.size() * words.numel())
     ops.all_gather(digests, words, group=group, label=label)
     same = len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1
-    return [] if same else gather_texts(mine, group, device)
+    return {} if same else of_ranks(group, gather_texts(mine, group, device))
 
 
 def sync_from(
@@ -103,9 +104,8 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
         votes = Counter(column)
         if len(votes) > 1:
             (most, count), *_ = votes.most_common()
-            odd = [rank for rank, value in enumerate(column) if value != most]
-            who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
-            said.append(f"{name} on {who}" if count > 1 else f"{name} on all ranks")
+            odd = rank_words([rank for rank, value in of_ranks(group, column).items() if value != most])
+            said.append(f"{name} on {odd}" if count > 1 else f"{name} on all ranks")
     shown = "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
     raise MismatchError(
         f"step {step}: the ranks' parameters have drifted apart: {shown} (of {len(named)} parameters). "
@@ -150,12 +150,12 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}{frozen}"
 
 
-def _first_difference(texts: list[list[str]]) -> str:
-    counts = {rank: len(text) for rank, text in enumerate(texts)}
+def _first_difference(texts: Mapping[int, list[str]]) -> str:
+    counts = {rank: len(text) for rank, text in texts.items()}
     uneven = len(set(counts.values())) > 1
     have = f"; the ranks have {by_rank(counts)} parameters" if uneven else ""
     for at in range(max(counts.values())):
-        here = {rank: text[at] if at < len(text) else "no parameter" for rank, text in enumerate(texts)}
+        here = {rank: text[at] if at < len(text) else "no parameter" for rank, text in texts.items()}
         if len(set(here.values())) > 1:
             return (
                 f"DDP expects same model across all ranks, but parameter {at} is {by_rank(here)}{have}. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,12 +52,12 @@ def _check(facts: dict[str, object], mesh: Mesh, cure: str) -> None:
         together(mesh, refuse)
 
 
-def _differences(texts: Sequence[Sequence[str]]) -> str:
-    said = [dict(map(json.loads, each)) for each in texts]
-    names = dict.fromkeys(name for each in said for name in each)
+def _differences(texts: Mapping[int, Sequence[str]]) -> str:
+    said = {rank: dict(map(json.loads, each)) for rank, each in texts.items()}
+    names = dict.fromkeys(name for each in said.values() for name in each)
     found = []
     for name in names:
-        values = {rank: json.dumps(each.get(name)) for rank, each in enumerate(said)}
+        values = {rank: json.dumps(each.get(name)) for rank, each in said.items()}
         if len(set(values.values())) > 1:
             found.append(f"{name}: {by_rank(values)}")
     more = f" (and {len(found) - _MOST_SHOWN} more)" if len(found) > _MOST_SHOWN else ""

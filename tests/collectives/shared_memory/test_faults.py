@@ -612,6 +612,22 @@ def forked(group: Any) -> dict[str, Any]:
     return seen | error_of(lambda: dist.all_reduce(total, group=group)) | {"total": total.tolist()}
 
 
+def in_a_part_of_the_world(_: Any) -> dict[str, Any]:
+    """Ranks 1 and 2 have groups of two, where they are 0 and 1."""
+    rank = dist.get_rank()
+    first, second = (dist.new_group([1, 2], backend="shm") for _ in range(2))
+    if rank == 0:
+        return {}
+    unlike = error_of(lambda: dist.all_reduce(torch.ones(rank), group=first))
+    target = torch.zeros(3)
+    if rank == 2:
+        dist.send(target, 1, group=second)
+        dist.destroy_process_group(second)
+        return {"unlike": unlike["text"]}
+    dist.recv(target, 2, group=second)
+    return {"unlike": unlike["text"], **error_of(lambda: dist.recv(target, 2, group=second))}
+
+
 def raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -626,6 +642,7 @@ def other_faults() -> dict[str, dict[str, Any]]:
         "any source": any_source_but_one_left,
         "interrupted": interrupted,
         "forked": forked,
+        "part": in_a_part_of_the_world,
     }
     seen = {}
     for name, case in cases.items():
@@ -680,6 +697,13 @@ def test_a_forked_copy_is_no_rank(others_seen: list[dict[str, dict[str, Any]]]) 
     assert [(error["kind"], error["text"]) for error in forked["errors"]] == 5 * [("CollectiveError", words)]
     for seen in others_seen:
         assert (seen["forked"]["kind"], seen["forked"]["total"]) == ("", [3.0] * 3), seen
+
+
+def test_ranks_are_named_as_in_the_world(others_seen: list[dict[str, dict[str, Any]]]) -> None:
+    pid, said = others_seen[2]["pid"]["text"], others_seen[1]["part"]["text"]
+    assert f"rank 2 (pid {pid}) has left the group, and rank 1 waits for it in recv from 2" in said
+    for rank in (1, 2):
+        assert "rank 1 sent float32[1], rank 2 float32[2]" in others_seen[rank]["part"]["unlike"]
 
 
 def test_an_error_that_is_not_ours_names_its_rank(others_seen: list[dict[str, dict[str, Any]]]) -> None:

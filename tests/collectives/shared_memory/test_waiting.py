@@ -23,7 +23,7 @@ def test_the_time_for_which_all_were_stopped_is_not_waited(monkeypatch: pytest.M
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
     board: Any = SimpleNamespace(
         rank=0, crowded=True, others=[1], words=[[0] * 8] * 2, peers=[SimpleNamespace(pid=7)] * 2,
-        bell=lambda: 0, sleep=sleep, dead=list,
+        names=[0, 1], bell=lambda: 0, sleep=sleep, dead=list,
     )  # fmt: skip
     steps: Any = iter(())
     barrier = Operation(steps, pack("barrier", "", None, 0), lambda: "number 3", lambda: [1])

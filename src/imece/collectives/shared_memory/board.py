@@ -76,6 +76,7 @@ class Peer:
     """One rank of the group, as it introduced itself through the store."""
 
     rank: int  # in the group
+    name: int  # its rank in the world, by which errors name it
     pid: int
     fd: int
     serial: int
@@ -110,6 +111,7 @@ class Board:
             own.close()
             self._close_pidfds()
             raise
+        self.names = [peer.name for peer in self.peers]
         self.crowded = world_size > min(peer.cores for peer in self.peers)  # more ranks than cores
         self.slot_bytes = CROWDED_SLOT_BYTES if self.crowded else SLOT_BYTES  # the same on all ranks
         self.words = [words_of(each.memory) for each in self._segments]
@@ -278,12 +280,13 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
     """
     me: dict[str, int | str] = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
     me["cores"] = usable_cores()
+    me["name"] = dist.get_rank() if dist.is_initialized() else rank  # not yet: this is the group of the world
     store.set(f"shm/{rank}", json.dumps(me))
     peers = []
     for other in range(world_size):
         text = _get(store, f"shm/{other}", timeout, f"rank {other} of {world_size}")
         peers.append(Peer(rank=other, **json.loads(text)))
-    hosts = {peer.host: peer.rank for peer in peers}
+    hosts = {peer.host: peer.name for peer in peers}
     if len(hosts) > 1:
         raise UserError(
             "the shm backend joins ranks of one host, and these are on "
@@ -299,7 +302,7 @@ def _pidfd(peer: Peer) -> int:
         return os.pidfd_open(peer.pid)
     except ProcessLookupError:
         raise CollectiveError(
-            f"rank {peer.rank} (pid {peer.pid}) is gone: it ended while the group was formed"
+            f"rank {peer.name} (pid {peer.pid}) is gone: it ended while the group was formed"
         ) from None
 
 

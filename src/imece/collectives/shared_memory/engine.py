@@ -145,13 +145,15 @@ class Engine:
         for other in self.board.others:
             while self.board.words[other][DETAIL] < self.number:
                 yield
-        everybody = range(self.world_size)
-        texts = {rank: own if rank == self.rank else self.board.read_text(rank, DETAIL) for rank in everybody}
+        names, texts, fingerprints = self.board.names, {}, {}
+        for rank in range(self.world_size):
+            texts[names[rank]] = own if rank == self.rank else self.board.read_text(rank, DETAIL)
+            fingerprints[names[rank]] = self.board.words[rank][at]
         shapes = {rank: _shape(text.partition("|")[0]) for rank, text in texts.items()}
         rest = {rank: text.partition("|")[2].partition("|") for rank, text in texts.items()}
         message = explain(
             self.number,
-            {rank: self.board.words[rank][at] for rank in everybody},
+            fingerprints,
             {rank: label for rank, (_, _, label) in rest.items()},
             shapes,
             {rank: way for rank, (way, _, _) in rest.items()},

@@ -189,9 +189,11 @@ def all_to_all(
     yield from exchange(engine, fingerprint, as_bytes(own), rows, range(world_size), own.numel() * 8)
     for rank in range(world_size):
         if int(table[rank, engine.rank]) != wanted[rank]:
+            names = engine.board.names
             raise MismatchError(
-                f"all_to_all number {engine.number} differs between ranks: rank {rank} sends "
-                f"{int(table[rank, engine.rank])} bytes to rank {engine.rank}, which expects {wanted[rank]}"
+                f"all_to_all number {engine.number} differs between ranks: rank {names[rank]} sends "
+                f"{int(table[rank, engine.rank])} bytes to rank {names[engine.rank]}, which expects "
+                f"{wanted[rank]}"
             )
     starts = (table.cumsum(1) - table)[:, engine.rank].tolist()
     parts = target.split(list(wanted))

@@ -244,9 +244,10 @@ class Messages:
 
     def _claim(self, box: _Inbox, fingerprint: int, wanted: Wanted) -> None:
         if fingerprint != wanted.fingerprint:
+            names = self._board.names
             raise MismatchError(
-                f"a message with tag {wanted.tag} differs between ranks: rank {box.source} sent "
-                f"{describe_tensor(fingerprint)}, rank {self._board.rank} receives "
+                f"a message with tag {wanted.tag} differs between ranks: rank {names[box.source]} sent "
+                f"{describe_tensor(fingerprint)}, rank {names[self._board.rank]} receives "
                 f"{describe_tensor(wanted.fingerprint)}. Do both sides mean the same tensor?"
             )
         wanted.claimed = True

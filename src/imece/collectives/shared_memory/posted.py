@@ -138,9 +138,10 @@ class Posted:
         for rank, sheet in enumerate(self._sheets):
             words = (sheet[word] for tensor in posted for word in self._words[tensor])
             if rank != self._rank and any(word >= self._stamp for word in words):
+                names = self._engine.board.names
                 error = CollectiveError(
-                    f"rank {self._rank} was to sum anew what it had posted, as after a backward that raised, "
-                    f"but rank {rank} had summed some of it already: what both had is gone"
+                    f"rank {names[self._rank]} was to sum anew what it had posted, as after a backward that "
+                    f"raised, but rank {names[rank]} had summed some of it already: what both had is gone"
                 )
                 self._fail(error)
                 raise error

@@ -125,7 +125,8 @@ class Runner:
             self._error = error
             text = f"{type(error).__name__}: {error}"
             if not isinstance(error, CollectiveError):  # imece's errors name their ranks
-                text = f"CollectiveError: rank {self._board.rank} (pid {os.getpid()}) failed: {text}"
+                name = self._board.names[self._board.rank]
+                text = f"CollectiveError: rank {name} (pid {os.getpid()}) failed: {text}"
             self._board.write_text(FAILED, 1, text)
 
     def abort(self, error: CollectiveError) -> None:
@@ -140,7 +141,7 @@ class Runner:
         not fail."""
         board = self._board
         self._error = self._error or CollectiveError(
-            f"this process (pid {os.getpid()}) is a forked copy of rank {board.rank} "
+            f"this process (pid {os.getpid()}) is a forked copy of rank {board.names[board.rank]} "
             f"(pid {board.peers[board.rank].pid}), and only that one can make calls on its groups"
         )
 

@@ -36,9 +36,6 @@ class Operation:
     which: Callable[[], str]  # the collective's number in its group; the message's tag
     missing: Callable[[], Sequence[int]]  # ranks it waits for now
 
-    def __str__(self) -> str:
-        return f"{describe(self.fingerprint)}, {self.which()}"
-
 
 class Patience:
     """Passes the time while one thread waits; raises when waiting has become pointless."""
@@ -105,18 +102,24 @@ def raise_text(text: str) -> None:
 
 
 def _gone(board: Board, other: int, operation: Operation, dead: bool) -> str:
-    how = "is dead" if dead else "has left the group"
+    how, names = "is dead" if dead else "has left the group", board.names
     return (
-        f"rank {other} (pid {board.peers[other].pid}) {how}, and rank {board.rank} waits for it in "
-        f"{operation}. Its own output says why; the launcher names signals and exit statuses"
+        f"rank {names[other]} (pid {board.peers[other].pid}) {how}, and rank {names[board.rank]} waits for "
+        f"it in {_words(operation, board)}. Its own output says why; the launcher names signals and exit "
+        "statuses"
     )
 
 
 def late(board: Board, operation: Operation, waited_s: float) -> str:
     """Who has not come in time, and where to look."""
     missing = list(operation.missing())
-    pids = ", ".join(str(board.peers[other].pid) for other in missing)
+    names, pids = board.names, ", ".join(str(board.peers[other].pid) for other in missing)
+    who = rank_words([names[other] for other in missing]) if missing else "the others"
     return (
-        f"rank {board.rank} waited {waited_s:.0f} s for {rank_words(missing) if missing else 'the others'} "
-        f"in {operation}. Alive but not there (pid {pids}): see what it does with `imece doctor --attach`"
+        f"rank {names[board.rank]} waited {waited_s:.0f} s for {who} in {_words(operation, board)}. "
+        f"Alive but not there (pid {pids}): see what it does with `imece doctor --attach`"
     )
+
+
+def _words(operation: Operation, board: Board) -> str:
+    return f"{describe(operation.fingerprint, board.names)}, {operation.which()}"

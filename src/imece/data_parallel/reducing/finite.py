@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.reducing.buckets import Bucket
 
 
@@ -32,4 +32,4 @@ class Finite:
             return
         label = "ranks with a gradient that is not finite"
         texts = gather_texts(found, self._group, buckets[0].flat.device, label)
-        self.brought = {rank: names for rank, names in enumerate(texts) if names}
+        self.brought = {rank: names for rank, names in of_ranks(self._group, texts).items() if names}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
-from imece.collectives.texts import gather_texts
+from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.same import by_rank
 from imece.errors import MismatchError
 
@@ -102,7 +102,7 @@ class Used:
         texts = gather_texts(
             [repr(rate) for rate in self._rates], self._group, self._device, "learning rates that differ"
         )
-        said = {rank: rates for rank, rates in enumerate(texts) if rates}
+        said = {rank: rates for rank, rates in of_ranks(self._group, texts).items() if rates}
         rows = zip_longest(*said.values(), fillvalue="none")
         at, row = next((at, row) for at, row in enumerate(rows) if len(set(row)) > 1)
         rates = by_rank(dict(zip(said, row, strict=True)))
