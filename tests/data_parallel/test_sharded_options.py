@@ -506,6 +506,29 @@ def written_in_common(group: dist.ProcessGroup) -> None:
     )
 
 
+def given_other_memory(group: dist.ProcessGroup) -> None:
+    """In `gathered(write=True)` that is a write as any other: peft merges and unmerges some adapters so."""
+    for way in (Way("replicate"), *WAYS):
+        found = []
+        for other_memory in (False, True):
+            inner = two_layers()
+            inner[0].requires_grad_(False)
+            model, optimizer = wrap(inner, group, way.strategy, gather=way.gather)
+            with torch.no_grad(), model.gathered(write=True):
+                for each in (inner[0].weight, inner[1].weight):
+                    if other_memory:
+                        each.data = each.data * 0.5
+                    else:
+                        each.mul_(0.5)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 16)).mean().backward()
+                optimizer.step()
+            found.append([each.clone() for each in model.state_dict().values()])
+            dist.barrier(group)
+        assert all(map(torch.equal, *found)), way
+
+
 def written_by_data(group: dist.ProcessGroup) -> None:
     """What is in no version is seen by each rank, in the part that it has itself."""
     for frozen in (False, True):
@@ -618,6 +641,7 @@ CHECKS: dict[str, Check] = {
     "late groups": late_groups,
     "old gradients": old_gradients,
     "written in common": written_in_common,
+    "given other memory": given_other_memory,
     "read in a closure": read_in_a_closure,
     "written by data": written_by_data,
     "written beside masters": written_beside_masters,
@@ -647,6 +671,7 @@ JOBS = [
         ["averaged weights", "written in common", "written by data", "written beside masters"],
         (2, "shm"),
     ),
+    *jobs(__name__, ["given other memory"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["read in a closure"], (2, "shm")),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]

@@ -525,7 +525,7 @@ def resized(group: dist.ProcessGroup) -> None:
         optimizer.step()
     assert str(caught.value) == (
         "parameter blocks.2.up.bias was given other memory (`p.data = ...`) after parallelize: write into "
-        "what it has, `p.copy_(...)`"
+        "what it has, `p.copy_(...)`, or do it inside of `with model.gathered(write=True):`"
     )
 
 

@@ -95,6 +95,8 @@ class _Copied(TorchFunctionMode):
 
 def _take_over(sharding: Sharding) -> None:
     """Copy this rank's part of what was written into the kept memory."""
+    for store in sharding.every_store:
+        store.take_in()
     sharding.check_views()
     sharding.lane.wait()
     for store in sharding.every_store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -117,21 +117,41 @@ class Store:
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies where its bucket is."""
         home = self.parameters
-        memory = home.untyped_storage()._cdata
         with torch._C.DisableTorchFunctionSubclass():  # some may be freed, or be coming
-            for item, parameter in zip(self.items, self.members, strict=True):
-                if parameter.shape != item.shape or parameter.untyped_storage()._cdata != memory:
-                    kind = parameter.shape, parameter.dtype, parameter.device
-                    if kind == (item.shape, home.dtype, home.device):
-                        raise RuntimeError(
-                            f"parameter {item.name} was given other memory (`p.data = ...`) after "
-                            f"parallelize: write into what it has, `p.copy_(...)`"
-                        )
+            for item, _, parameter in self._elsewhere():
+                if self._is_as_ever(item, parameter):
                     raise RuntimeError(
-                        f"parameter {item.name} was {list(item.shape)}, {home.dtype} on {home.device}, in "
-                        f"parallelize, and is {list(parameter.shape)}, {parameter.dtype} on "
-                        f"{parameter.device}, in other memory now: change it before, or write into it"
+                        f"parameter {item.name} was given other memory (`p.data = ...`) after "
+                        f"parallelize: write into what it has, `p.copy_(...)`, or do it inside of `with "
+                        f"model.gathered(write=True):`"
                     )
+                raise RuntimeError(
+                    f"parameter {item.name} was {list(item.shape)}, {home.dtype} on {home.device}, in "
+                    f"parallelize, and is {list(parameter.shape)}, {parameter.dtype} on "
+                    f"{parameter.device}, in other memory now: change it before, or write into it"
+                )
+
+    def take_in(self) -> None:
+        """Make parameters lie in the bucket again, with their values: who may write into them may have given
+        them other memory, `p.data = ...`, as peft does."""
+        with torch._C.DisableTorchFunctionSubclass():  # codes have a class of their own
+            for item, place, parameter in self._elsewhere():
+                if self._is_as_ever(item, parameter):
+                    view = self.parameters[place.start : place.stop].view(item.shape)
+                    view.copy_(parameter)
+                    parameter.data = view
+
+    def _elsewhere(self) -> Iterator[tuple[layout.Item, layout.Place, torch.Tensor]]:
+        """Each parameter that no longer lies where its bucket is."""
+        memory = self.parameters.untyped_storage()._cdata
+        for item, place, parameter in zip(self.items, self.plan.places, self.members, strict=True):
+            if parameter.shape != item.shape or parameter.untyped_storage()._cdata != memory:
+                yield item, place, parameter
+
+    def _is_as_ever(self, item: layout.Item, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has the shape, dtype and device that it had."""
+        kind = parameter.shape, parameter.dtype, parameter.device
+        return kind == (item.shape, self.parameters.dtype, self.parameters.device)
 
     def bring_back(self) -> None:
         """Make parts lie in `master` again: an optimizer may have given them other memory, `p.data = ...`.
