@@ -73,7 +73,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"observe.visible", "train.config", "train.config_file"},
     # Outside the ranks: never the engine.
     "launch": _BASE | {"world", "cores", "store", "status", "membership.roster", "membership.where"},
-    "plan": _BASE | {"layout", "footprint", "models", "observe.units"},  # before the ranks: never the engine
+    "plan": _BASE
+    | {
+        "layout",
+        "footprint",
+        "models",
+        "observe.pictures",
+        "observe.units",
+    },  # before the ranks: never the engine
 }
 # What a person meets, and what measures it: these gather the rest, and no room may import them.
 FREE = {"__init__", "__main__", "cli", "bench"}

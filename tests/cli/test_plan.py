@@ -394,6 +394,21 @@ def test_the_default_batch_is_a_million_tokens() -> None:
         assert batch == cluster.gpus or 0.5 <= batch * seq / 2**20 <= 2
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("more", [[], ["--scale", "weak", "--hosts", "3200"]])
+def test_any_name_of_a_model_can_be_drawn(
+    tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dollar sign begins a formula to matplotlib, and its font has no Japanese letters."""
+    config, png = tmp_path / "m$x^{$ 日本.json", tmp_path / "plan.png"
+    llama = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    config.write_text(json.dumps(llama | {"num_attention_heads": 8, "vocab_size": 32000}), encoding="utf-8")
+    argv = ["--gpus", "8xA100-80", "--tensor", "2", "--pipeline", "1", "--plot", str(png)]
+    assert main(["plan", str(config), *argv, *more]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "m$x^{$ 日本" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_the_default_batch_is_of_whole_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
     winner = found(capsys, "7B", "--gpus", "4xA100-80", "--micro-batch", "3")["winner"]
     assert winner["recipe"]["micro_batch"] == 3

@@ -311,10 +311,12 @@ def test_commands_name_the_folder_as_a_shell_takes_it(
     assert """imece sample 'runs/it'"'"'s mine' --prompt "Once\"""" in Page(run / "report.html").text
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_loss_plot_is_a_picture_of_its_size(tmp_path: Path) -> None:
-    write(tmp_path / "run $\\x$", [record(step, val_loss=3.0) for step in range(1, 50)], SUMMARY)
-    write_loss_plot(tmp_path / "run $\\x$")
-    png = (tmp_path / "run $\\x$" / "loss.png").read_bytes()
+    run = tmp_path / "run $\\x$ 日本"  # a formula to matplotlib, and letters that its font lacks
+    write(run, [record(step, val_loss=3.0) for step in range(1, 50)], SUMMARY)
+    write_loss_plot(run)
+    png = (run / "loss.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (1200, 700)
 

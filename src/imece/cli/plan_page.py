@@ -12,6 +12,7 @@ from pathlib import Path
 
 from imece.errors import UserError
 from imece.observe.page import page
+from imece.observe.pictures import save
 from imece.plan.answer.call import Next
 from imece.plan.answer.explain import parts
 from imece.plan.answer.picture import draw, whole
@@ -76,7 +77,7 @@ def page_of(explained: Explained, answer: Answer) -> str:
     question, winner = explained.question, explained.winner
     cluster = question.cluster
     picture = io.BytesIO()
-    whole(explained, answer).savefig(picture, format="png", dpi=120)
+    save(whole(explained, answer), picture, kind="png")
     encoded = base64.b64encode(picture.getvalue()).decode()
     body = [
         f"<h1>{html.escape(title(winner.setup))}</h1>",

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 from imece.observe.curves import curve, frame, smoothed, thinned
+from imece.observe.pictures import save
 from imece.observe.run_files import RunFiles
 from imece.writing import write_whole
 
@@ -56,5 +57,5 @@ def write_loss_plot(run: Path) -> None:
     title = files.name if files.val_loss is None else f"{files.name}: validation loss {files.val_loss:.3f}"
     figure.suptitle(title, fontsize=17, x=0.02, ha="left", parse_math=False)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    save(figure, picture, dpi=_DPI, kind="png")
     write_whole(run / "loss.png", picture.getvalue())

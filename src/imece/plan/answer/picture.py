@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imece.observe.pictures import save
 from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Answer, Candidate, pareto
 from imece.plan.answer.spans import spans, what_is_drawn
@@ -48,7 +49,7 @@ def draw(explained: Explained, answer: Answer, path: Path) -> None:
     """Write a PNG with four panels."""
     figure = whole(explained, answer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def whole(explained: Explained, answer: Answer) -> Figure:
@@ -61,7 +62,9 @@ def whole(explained: Explained, answer: Answer) -> Figure:
     draw_steps(grid[0][1], explained)
     draw_timeline(grid[1][0], explained)
     draw_all(grid[1][1], answer)
-    figure.suptitle(f"{subject(explained.question)}\n{title(explained.winner.setup)}", fontsize=11)
+    figure.suptitle(
+        f"{subject(explained.question)}\n{title(explained.winner.setup)}", fontsize=11, parse_math=False
+    )
     return figure
 
 
@@ -84,7 +87,11 @@ def draw_memory(axes: Axes, explained: Explained) -> None:
             )
     axes.axvline(room, color="black", linewidth=1.4)
     axes.set_xlim(0, _SHOWN * room)
-    axes.set_title(f"Memory of a {device(cluster)}, GB; the line is all it has: {room:.1f}", fontsize=10)
+    axes.set_title(
+        f"Memory of a {device(cluster)}, GB; the line is all it has: {room:.1f}",
+        fontsize=10,
+        parse_math=False,
+    )
 
 
 def draw_steps(axes: Axes, explained: Explained) -> None:

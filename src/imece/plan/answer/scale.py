@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from imece.listing import many
+from imece.observe.pictures import save
 from imece.plan.answer.explain import grown
 from imece.plan.answer.search import Candidate, search, settled
 from imece.plan.answer.space import Question, why_none
@@ -208,7 +209,7 @@ def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
     batch = f"{first.question.global_batch:,} sequences" + (" at first" if kind == "weak" else "")
     figure.suptitle(
         f"{kind} scaling of {first.question.model.name} on {first.question.cluster.gpu.name}, {batch} x "
-        f"{first.question.seq:,}", fontsize=11,
+        f"{first.question.seq:,}", fontsize=11, parse_math=False,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)

@@ -236,7 +236,8 @@ def read_config(path: Path) -> Model:
         raise UserError(f"{path}: not JSON ({error}): get the file again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: a JSON {type(content).__name__}, not an object: get the file again")
-    return from_content(content, str(path), path.parent.name or path.stem)
+    name = path.absolute().parent.name if path.stem == "config" else path.stem
+    return from_content(content, str(path), name)
 
 
 def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
