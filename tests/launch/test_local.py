@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -252,6 +253,34 @@ def test_children_left_by_finished_ranks_are_ended(script: Script) -> None:
         == 0
     )
     assert time.monotonic() - begin < 10
+
+
+def test_nothing_of_killed_ranks_stays_in_dev_shm(script: Script) -> None:
+    """Semaphores as of a loader's workers, and shared memory: Python's resource tracker takes them out."""
+    text = """
+import multiprocessing, subprocess
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+lock = multiprocessing.get_context("spawn").Lock()
+memory = shared_memory.SharedMemory(create=True, size=4096)
+subprocess.Popen(["sleep", "1000"])
+tracker = Path(f"/proc/{resource_tracker._resource_tracker._pid}/cmdline")
+while "resource_tracker" not in tracker.read_text():
+    time.sleep(0.01)
+print("there", lock._semlock.name, memory.name, flush=True)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1000)
+"""
+    outcome = run_launch("--ranks", "2", script(text))
+    assert outcome.status == 128 + signal.SIGKILL, outcome.err
+    said = re.findall(r"there /(\S+) (\S+)", outcome.out)
+    names = {name if number else f"sem.{name}" for each in said for number, name in enumerate(each)}
+    assert len(names) in (2, 4), outcome.out  # the other rank may be ended before it says it
+    deadline = time.monotonic() + 20
+    while left := names.intersection(os.listdir("/dev/shm")):
+        assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

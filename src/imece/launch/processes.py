@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -240,7 +240,29 @@ def group_lives(group: int) -> bool:
 def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
     """Send a signal to the process group that `pid` leads: the rank and what it has started.
 
+    SIGKILL leaves Python's resource trackers alive. Without the rank and its workers they end by themselves,
+    and take out of /dev/shm what these have left: semaphores of a loader's workers, and shared memory.
+
     `pid` must not have been reaped yet, or its number may belong to another process.
     """
+    if signum == signal.SIGKILL and any(map(_is_tracker, _members(pid))):
+        killed: set[int] = set()
+        while others := {each for each in _members(pid) if each not in killed and not _is_tracker(each)}:
+            for each in others:  # which may just have started another one
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signum)
+            killed |= others
+        return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
+
+
+def _members(group: int) -> Iterator[int]:
+    """The processes of a group, also those that have ended and are not reaped."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and is_in_group(int(name), group):
+            yield int(name)
+
+
+def _is_tracker(pid: int) -> bool:
+    return "from multiprocessing.resource_tracker import main" in _proc(pid, "cmdline")
