@@ -78,9 +78,9 @@ class Sharding(Gradients):
         self._lets_go = self.offload is None and keeps_freed(device)  # gives memory back
         self._in_backward = False
         self.parts = [part for store in self.stores for part in store.parts]
-        self.all = [_bucket(store) for store in self.stores]
-        by_index = {slot.index: slot for bucket in self.all for slot in bucket.slots}
-        self.slots = [by_index[index] for index in range(len(trained.named))]
+        filled = [_bucket(store) for store in self.stores]
+        self.all = [bucket for bucket, _ in filled]
+        self.slots = sorted((slot for _, slots in filled for slot in slots), key=lambda slot: slot.index)
         as_it_is = self._way.schedule is None and self._way.wire is None
         self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
         # By bucket: its memory, and this rank's shard of that.
@@ -373,10 +373,12 @@ def _has_others(group: dist.ProcessGroup) -> bool:
     return group.size() > 1
 
 
-def _bucket(store: Store) -> Bucket:
-    """A bucket for the gradients of a store, without memory so far."""
+def _bucket(store: Store) -> tuple[Bucket, list[Slot]]:
+    """A bucket for the gradients of a store, without memory so far, and its slots."""
     nothing = store.parameters.new_empty(0)
     bucket = Bucket(store.plan.index, nothing, store.plan.used_numel, store.label, attached=False)
-    for place, item, parameter in zip(store.plan.places, store.items, store.members, strict=True):
-        bucket.slots.append(Slot(place.item, item.name, parameter, bucket, nothing))
-    return bucket
+    members = zip(store.plan.places, store.items, store.members, strict=True)
+    slots = [Slot(place.item, item.name, each, bucket, nothing) for place, item, each in members]
+    for slot in slots:
+        bucket.add(slot)
+    return bucket, slots

@@ -6,6 +6,7 @@ There are two ways to keep them: WholeGradients (whole.py) keeps all gradients o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from imece.collectives.pending import Pending
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
     """One parameter, and how far its gradient is in this backward."""
 
@@ -41,11 +42,21 @@ class Bucket:
     flat: torch.Tensor  # 1D, padded
     used_numel: int
     label: str  # names the bucket in errors of its collective
-    slots: list[Slot] = field(default_factory=list)
+    _slots: list[weakref.ref[Slot]] = field(default_factory=list)
     pending: int = 0  # slots that are not ready
     work: Pending | torch.futures.Future[Any] | None = None
     attached: bool = True  # whether it has memory; see shard.py
     scale: torch.Tensor | float | None = None  # factor for its gradients; None: not known yet
+
+    def add(self, slot: Slot) -> None:
+        """Add one more slot, behind the others."""
+        self._slots.append(weakref.ref(slot))
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its slots, in the order of their memory. `Gradients.slots` keeps them: a slot refers to its bucket,
+        and in a cycle a dropped model would keep its memory until the garbage collector comes."""
+        return [slot for each in self._slots if (slot := each()) is not None]
 
     def let_go(self) -> None:
         """Let go of its memory and of what is under way in it."""

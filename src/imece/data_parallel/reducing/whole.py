@@ -213,7 +213,7 @@ class WholeGradients(Gradients):
                     slot = Slot(place.item, self._items[place.item].name, parameter, bucket, flat)
                 slot.view = _view(self._given_to(slot), parameter)
                 slots[place.item] = slot
-                bucket.slots.append(slot)
+                bucket.add(slot)
             self.all.append(bucket)
         self.slots = [slots[index] for index in range(len(self._items))]
         self._addresses = [slot.view.data_ptr() for slot in self.slots]
