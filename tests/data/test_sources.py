@@ -134,6 +134,9 @@ def test_places_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe")
     assert "no such file" in mistake(sources, [tmp_path / "a.txt"])
+    for link, to in (("dangling.txt", "a.txt"), ("loop", "loop")):
+        (tmp_path / link).symlink_to(to)
+        assert f"{link}: a link that leads to nothing: check" in mistake(sources, [tmp_path / link])
     assert "no .txt, .md" in mistake(sources, [tmp_path / "empty"])
     assert "neither a file" in mistake(sources, [tmp_path / "pipe"])
     assert "no file matches" in mistake(sources, [f"{tmp_path}/*.txt"])

@@ -144,7 +144,8 @@ def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
             raise GoneError(f"{given}: no file matches this pattern: check the folder and the pattern")
         yield from files
     else:
-        raise GoneError(f"{path}: no such file or folder: check the path")
+        what = "a link that leads to nothing" if os.path.islink(path) else "no such file or folder"
+        raise GoneError(f"{path}: {what}: check the path")
 
 
 def _dataset(given: str) -> list[Path] | None:
