@@ -126,6 +126,20 @@ def test_without_the_runs_own_tokens(
     assert json.loads(out)["baselines"] == {}
 
 
+def test_tokens_that_have_changed_on_the_disk(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    file = run / "tokens" / "validation.bin"
+    content = bytearray(file.read_bytes())
+    content[1] ^= 0xFF  # of a token that no model knows
+    file.write_bytes(content)
+    assert f"{file}: damaged, its checksum is another: imece train makes it again" in refused(
+        capsys, str(run)
+    )
+
+
 def test_the_tokens_of_another_run(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

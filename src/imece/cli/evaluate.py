@@ -148,7 +148,7 @@ def _own_tokens(
     folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, saved: Saved, needed: bool
 ) -> TokenFiles | None:
     try:
-        own = open_tokens(folder.tokens(config))
+        own = open_tokens(folder.tokens(config), verify=True)
         if own.tokenizer_hash != tokenizer.hash:
             raise UserError(
                 f"{own.folder}: made with another tokenizer than this run's: imece train makes them again"

@@ -83,9 +83,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         if (version := manifest.pop("version")) != _VERSION:
-            raise UserError(f"{path}: version {version}, not {_VERSION}: delete it, then build again")
+            raise UserError(f"{path}: version {version}, not {_VERSION}: imece train makes it again")
         if manifest.pop("checksum") != digest(json.dumps(manifest).encode()):
-            raise UserError(f"{path}: damaged, its checksum is another: delete it, then build again")
+            raise UserError(f"{path}: damaged, its checksum is another: imece train makes it again")
         return dict(manifest)
     except FileNotFoundError as error:
         raise UserError(
@@ -94,7 +94,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({error!r}): delete it, then build again") from error
+        raise UserError(f"{path}: damaged ({error!r}): imece train makes it again") from error
 
 
 def _open(folder: Path, manifest: dict[str, Any], verify: bool) -> TokenFiles:
@@ -123,11 +123,13 @@ def _open_part(
     path = folder / f"{name}.idx"
     offsets = _map(path, np.dtype(np.int64), counts["documents"] + 1)
     if offsets[0] != 0 or offsets[-1] != len(tokens) or bool((offsets[1:] <= offsets[:-1]).any()):
-        raise UserError(f"{path}: damaged, its offsets do not ascend to {len(tokens)}: build again")
+        raise UserError(
+            f"{path}: damaged, its offsets do not ascend to {len(tokens)}: imece train makes it again"
+        )
     for suffix in SUFFIXES if verify else ():
         path = folder / f"{name}.{suffix}"
         if file_digest(path)[0] != counts["checksums"][suffix]:
-            raise UserError(f"{path}: damaged, its checksum is another: build again")
+            raise UserError(f"{path}: damaged, its checksum is another: imece train makes it again")
     return Part(name, tokens, offsets, end, counts["bytes"])
 
 
@@ -136,8 +138,10 @@ def _map(path: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
     try:
         found = path.stat().st_size
         if found != expected:
-            raise UserError(f"{path}: {found} bytes, but the manifest says {expected}: build again")
+            raise UserError(
+                f"{path}: {found} bytes, but the manifest says {expected}: imece train makes it again"
+            )
         # numpy cannot map an empty file
         return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): build again") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}): imece train makes it again") from error
