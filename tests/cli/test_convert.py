@@ -70,6 +70,25 @@ def test_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "", "nothing of an answer that cannot be"
 
 
+def test_comments_and_last_commas(tmp_path: Path) -> None:
+    """DeepSpeed reads its files as Hjson, which has them."""
+    text = """{
+      // at first
+      "train_batch_size": 8,  # all ranks
+      "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9,], /* the
+      usual */ },},
+      "zero_optimization": {"stage": 2}, "//,}": "a \\" # b",
+    }"""
+    (tmp_path / "a.json").write_text(text)
+    found = imece.read_settings(tmp_path / "a.json")
+    assert (found.strategy, found.global_batch) == ("zero2", 8)
+    assert found.optimizer is not None and found.optimizer.betas == (0.8, 0.9)
+    assert found.values[-1].name == "//,}" and found.values[-1].value == 'a " # b'
+    (tmp_path / "a.json").write_text('{ /* two\nlines */ "train_batch_size": 8 x}')
+    with pytest.raises(UserError, match=r"not JSON \(.*line 2 column 32"):
+        imece.read_settings(tmp_path / "a.json")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

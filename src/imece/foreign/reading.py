@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,9 @@ from imece.errors import UserError
 
 AUTO = "auto"  # Hugging Face's Trainer fills in such a value
 _OFF: tuple[Any, ...] = (False, 0, "", "none", "None", "no", "NO", "false", [])
+_STRING = r'("(?:[^"\\]|\\.)*")'
+_COMMENT = re.compile(_STRING + r"|(?://|#)[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
@@ -162,17 +166,22 @@ class Reading:
 
 
 def from_json(text: str, where: str, hint: str = "") -> Any:
-    """The content of a JSON text. UserError, with `where` it is from, if it is not JSON, or has a key twice:
-    which value counts?
+    """The content of a JSON text, which may have comments, and commas after last values, as DeepSpeed allows.
 
-    hint: what else may be wrong if it is not JSON.
+    UserError, with `where` it is from, if it is not JSON, or has a key twice: which value counts? hint: what
+    else may be wrong if it is not JSON.
     """
     try:
-        return json.loads(text, object_pairs_hook=_each_once)
+        return json.loads(_LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text)), object_pairs_hook=_each_once)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error}){hint}") from None
+
+
+def _blank(found: re.Match[str]) -> str:
+    """A string as it is; spaces for all else, so that places in messages are those of the file."""
+    return found[1] or re.sub(r"[^\n]", " ", found[0])
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
