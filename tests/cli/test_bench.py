@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tempfile
@@ -120,6 +121,24 @@ def test_targets_are_judged_by_what_was_measured(
         out = capsys.readouterr().out
         assert f"\n  {word}  2 ranks, 64 MiB, shm: at least 8 x gloo: 7.9 x\n" in out
         assert ("none is judged" in out) == ("MISSED" not in out and "met  " not in out) == bool(options)
+
+
+def test_torchs_wrapper_is_judged_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = {"shm": [1.0], "gloo": [1.5]}
+    played = ddp.Results(ddp.Plan(2, 1, 1, "ddp"), 10, 128, seconds, {name: [7.0] for name in seconds})
+    monkeypatch.setitem(BENCHMARKS, "ddp", replace(BENCHMARKS["ddp"], run=lambda plan, say: played))
+    for options, word in (([], "met   "), (["--quick"], "--    ")):
+        assert main(["bench", "ddp", *options]) == 0
+        assert capsys.readouterr().out.endswith(f"\n  {word}  shm faster than gloo: 1.500 x\n")
+
+
+def test_figures_for_programs_are_json(tmp_path: Path) -> None:
+    """A ratio to nothing is infinite, and a loss may be NaN: JSON has neither."""
+    file = tmp_path / "figures.json"
+    report.write_json(file, {"seconds": [1.5, math.inf], "of": {128: (math.nan, 3)}, "text": "inf"})
+    assert json.loads(file.read_text()) == {"seconds": [1.5, None], "of": {"128": [None, 3]}, "text": "inf"}
 
 
 @pytest.mark.parametrize(

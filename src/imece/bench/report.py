@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -66,12 +67,23 @@ def read_choices(text: str, allowed: tuple[str, ...], what: str, *, or_none: boo
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path`, and make its folder. UserError if that fails."""
+    """Write `content` to `path`, and make its folder; numbers that are not finite, which JSON lacks, as null.
+
+    UserError if that fails.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise _cannot_write(path, error) from None
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:

@@ -172,6 +172,7 @@ BENCHMARKS = {
         "Time a training step of torch's own data parallelism on the backends shm and gloo.",
         DdpOptions,
         ddp.run,
+        ddp.judged,
         failed=lambda results: not results.same_losses,
     ),
     "step": Benchmark(

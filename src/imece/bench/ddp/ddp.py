@@ -11,6 +11,7 @@ from imece.bench import machine
 from imece.bench.crew import Crew, slowest
 from imece.bench.ddp.rank import BACKENDS, WRAP
 from imece.bench.rounds import Taken, alternate
+from imece.bench.targets import verdict
 
 _MODULE = "imece.bench.ddp.rank"
 
@@ -77,7 +78,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def lines(results: Results) -> list[str]:
-    """The result in three lines, and a verdict."""
+    """The result in three lines."""
     plan, size = results.plan, results.parameters / 1e6
     name = {"ddp": "DistributedDataParallel", "fully_shard": "fully_shard"}[plan.wrap]
     shown = [
@@ -89,8 +90,12 @@ def lines(results: Results) -> list[str]:
             for backend in BACKENDS
         ),
         *results.taken.lines,
-        f"  {'met   ' if results.ratio > 1 else 'MISSED'}  shm faster than gloo: {results.ratio:.3f} x",
     ]
     if not results.same_losses:
         shown.append("  WRONG: the two backends did not train the same model")
     return shown
+
+
+def judged(results: Results) -> list[str]:
+    """The target in a line."""
+    return [verdict(results.ratio > 1, "shm faster than gloo", f"{results.ratio:.3f} x")]
