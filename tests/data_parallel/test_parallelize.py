@@ -26,6 +26,7 @@ from imece.bench.reference_model import Block, Decoder, batch
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.data_parallel.optimizer import is_element_wise, parameters_of
 from imece.data_parallel.reducing.buckets import Bucket
+from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.trained import refuse_tied_by_data
@@ -745,6 +746,16 @@ def steps_of_one_rank_alone(group: dist.ProcessGroup) -> None:
                 optimizer.step()
             with warnings.catch_warnings(action="error"):
                 optimizer.step()  # it is said once
+            other = nn.Linear(4, 4)
+            optimizer = parallelize(other, momentum(other), strategy, group)[1]
+            other(torch.ones(2, 4)).sum().backward()
+            with pytest.warns(UserWarning, match="the model that parallelize returned with it.* is gone"):
+                optimizer.step()
+            optimizer = parallelize(other, momentum(other), strategy, group)[1]
+            again = DistributedDataParallel(other, process_group=group)
+            backward(again)
+            with warnings.catch_warnings(action="error"):
+                optimizer.step()  # another wrapped model has summed them
         else:
             with pytest.raises(RuntimeError, match=said):
                 optimizer.step()
@@ -847,9 +858,12 @@ def refused(group: dist.ProcessGroup) -> None:
     attempt(ValueError, "LBFGS cannot be sharded: .* use strategy='replicate'",
             lambda model: torch.optim.LBFGS(model.parameters()), "zero1")  # fmt: skip
     attempt(ValueError, "two optimizers step tokens.weight", lambda model: [momentum(model)] * 2, "zero2")
-    attempt(ValueError, r"SGD steps a parameter of shape \[32, 16\] that is none of the model's",
-            lambda model: momentum(Decoder(SHAPE)), "zero3")  # fmt: skip
+    for strategy in ("zero3", "replicate"):
+        attempt(ValueError, r"SGD steps a parameter of shape \[32, 16\] that is none of the model's",
+                lambda model: momentum(Decoder(SHAPE)), strategy)  # fmt: skip
     attempt(ValueError, "no optimizer", lambda model: [], "zero1")
+    with pytest.raises(TypeError, match="a SGD is no model"):
+        parallelize(momentum(Decoder(SHAPE)), Decoder(SHAPE), "zero1", group)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"model of 1 elements cannot be divided among {group.size()} ranks"):
         tiny = nn.Linear(1, 1, bias=False)
         parallelize(tiny, momentum(tiny), "zero1", group)
@@ -866,7 +880,10 @@ def refused(group: dist.ProcessGroup) -> None:
     assert str(caught.value) == (
         "a.weight and b.weight share memory but are two parameters: assign the Parameter itself"
     )
-    model, _ = Case().wrapped("zero1", group)
+    model, optimizer = Case().wrapped("zero1", group)
+    for strategy in ("zero1", "replicate"):
+        with pytest.raises(ValueError, match="the model is a ShardedDataParallel already"):
+            parallelize(model, optimizer, strategy, group)
     for copied in (pickle.dumps, copy.deepcopy):
         with pytest.raises(RuntimeError, match="a sharded model cannot be"):
             copied(model)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
@@ -594,6 +595,12 @@ def without_memory() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 
 
+def divided_by_torch() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh_of((dist.get_world_size(),))))
+    return layer
+
+
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     ranks = torch.arange(dist.get_world_size()).view(shape)
     return DeviceMesh("cpu", ranks, mesh_dim_names=tuple("abc"[: len(shape)]))
@@ -604,6 +611,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     "sparse": (sparse, {}, ValueError, "1 has sparse gradients.*sparse=False"),
     "no shape": (without_shape, {}, RuntimeError, r"parameter 1\.weight has no shape yet"),
     "no memory": (without_memory, {}, ValueError, r"1\.weight is on the meta device.*to_empty\(\)"),
+    "a DTensor": (divided_by_torch, {}, ValueError, "weight is a DTensor: .*fully_shard"),
     "mixed_precision": (Branches, {"mixed_precision": object()}, ValueError, "mixed_precision.*autocast"),
     "two devices": (Branches, {"device_ids": [0, 1]}, ValueError, r"one device of this rank, not \[0, 1\]"),
     "a device on CPU": (Branches, {"device_ids": [0]}, ValueError, "on one GPU; this one is on cpu"),

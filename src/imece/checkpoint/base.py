@@ -72,7 +72,7 @@ class Digests:
             return
         found = {}
         for store in (sharding.frozen[at] for at in sorted(stale)):
-            flat = sharding.gather_masters(store)
+            flat = sharding.gather_masters(store, "whole for the frozen base's digests")
             items = list(zip(store.plan.places, store.items, strict=True))
             for place, item in items[group.rank() :: group.size()]:
                 found[item.name] = digest_of(flat[place.start : place.stop].view(item.shape))

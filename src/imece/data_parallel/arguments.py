@@ -50,7 +50,8 @@ def group_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) ->
 def trained(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:
     """Parameters that want a gradient, each once, in registration order.
 
-    RuntimeError if there are none, or if one has no shape yet; ValueError for sparse gradients.
+    RuntimeError if there are none, or if one has no shape yet; ValueError for sparse gradients, and for one
+    that torch has divided.
     """
     named: list[tuple[str, torch.Tensor]] = [
         (name, parameter)
@@ -66,6 +67,11 @@ def trained(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, torc
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
                 f"parameter {name} has no shape yet: run one forward before wrapping the module"
+            )
+        if hasattr(parameter, "placements"):  # to import DTensor takes longer than all the rest here
+            raise ValueError(
+                f"parameter {name} is a DTensor: torch has divided the model already, by fully_shard or "
+                f"parallelize_module. Give it as it was before"
             )
     for prefix, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:

@@ -90,7 +90,14 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def kinds_of(
     named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> list[int]:
-    """The number of the optimizer of each parameter in `named`; -1 if none steps it.
+    """The number of the optimizer of each parameter in `named`; -1 if none steps it. ValueError as for
+    `stepped_by`."""
+    number = stepped_by(optimizers, model)
+    return [number.get(id(each), -1) for _, each in named]
+
+
+def stepped_by(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[int, int]:
+    """The number of the optimizer of each parameter that one steps, by the parameter's id.
 
     ValueError for a parameter that two optimizers step, for one that is not the model's, and for an optimizer
     that steps parts already.
@@ -112,7 +119,7 @@ def kinds_of(
                 )
             if number.setdefault(id(parameter), at) != at:
                 raise ValueError(f"two optimizers step {names[id(parameter)]}: each parameter belongs to one")
-    return [number.get(id(each), -1) for _, each in named]
+    return number
 
 
 def who_steps(named: Sequence[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]) -> list[str]:

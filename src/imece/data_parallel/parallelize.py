@@ -17,6 +17,7 @@ from imece.data_parallel.alone import warn_of_steps_alone
 from imece.data_parallel.arguments import check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
+from imece.data_parallel.optimizer import stepped_by
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
@@ -106,6 +107,7 @@ def parallelize(
     "auto" that nothing fits, with what would. TypeError: arguments of other types. MismatchError: models or
     optimizers that differ between ranks; later, in backward, learning rates that differ.
     """
+    _refuse_wrapped(model)
     refuse_gathered(model)
     arranged = mesh if mesh is not None else meshes.current()
     if not isinstance(strategy, str):
@@ -138,6 +140,7 @@ def parallelize(
     if not chosen.optimizer:
         if meta:
             raise ValueError("strategy='replicate' takes no model on the meta device: sharded ones do")
+        stepped_by(optimizers, model)  # as sharded strategies ask: none may be of another model
         replicated = DistributedDataParallel(
             model, process_group=groups.world, average=average, bucket_cap_mb=bucket_cap_mb,
             wire=wire, overlap=overlap,
@@ -156,6 +159,17 @@ def parallelize(
         overlap=overlap,
     )
     return _known(wrapped, arranged, optimizers), made
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """ValueError for a model that something else synchronises already; TypeError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a {type(model).__name__} is no model: imece.parallelize(model, optimizer, ...)")
+    if isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ValueError(
+            f"the model is a {type(model).__name__} already: give imece.parallelize the model in it, with an "
+            f"optimizer that was made of that model's parameters"
+        )
 
 
 def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:

@@ -342,12 +342,12 @@ class Sharding(Gradients):
         """Stores whose parameters are not what a state dict holds: it needs copies of their masters."""
         return [store for store in self.every_store if self.gathers or store.has_more_bits]
 
-    def gather_masters(self, store: Store) -> torch.Tensor:
+    def gather_masters(self, store: Store, why: str) -> torch.Tensor:
         """The masters of all ranks, [numel], on the parameters' device; for frozen parameters,
-        these themselves."""
+        these themselves. why: for errors where not all ranks call this."""
         own = store.master.to(store.parameters.device)
         whole = own.new_empty(store.plan.numel)
-        schedule, label = self._way.schedule, f"masters of {store.label}"
+        schedule, label = self._way.schedule, f"{store.label}, {why}"
         ops.all_gather(whole, own, group=self.groups.shard, schedule=schedule, label=label)
         return whole
 

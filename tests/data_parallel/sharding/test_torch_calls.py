@@ -559,3 +559,18 @@ def go() -> None:
 
 def test_torch_calls() -> None:
     run_ranks(go, 2, backend=None)
+
+
+def state_dict_of_rank_0() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    mesh = imece.init()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped, _ = imece.parallelize(model, optimizer, "zero3", mesh, gather=True, units=(nn.Linear,))
+    if mesh.rank == 0:
+        wrapped.state_dict()
+    else:
+        wrapped(torch.ones(1, 8))
+
+
+def test_a_state_dict_of_one_rank_names_the_call() -> None:
+    run_ranks(state_dict_of_rank_0, 2, backend=None, expect=r"whole for state_dict\(\), which all ranks call")

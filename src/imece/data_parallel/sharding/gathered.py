@@ -45,7 +45,7 @@ def fill_state(sharding: Sharding, state: dict[str, Any]) -> None:
         keys[id(value)].append(key)
     sharding.settle()
     for store in sharding.stores_to_copy:
-        whole = sharding.gather_masters(store)
+        whole = sharding.gather_masters(store, "whole for state_dict(), which all ranks call")
         for place, parameter in zip(store.plan.places, store.members, strict=True):
             if id(parameter) not in keys:
                 continue
