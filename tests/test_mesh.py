@@ -35,7 +35,7 @@ from imece.collectives import recorder
 from imece.collectives.shared_memory import board
 from imece.collectives.shared_memory.board import CLOSED
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.device import check_backend
+from imece.device import check_backend, choose_device
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, UserError
 from imece.store import read_note, root_store
 from imece.world import World
@@ -135,6 +135,20 @@ def test_axes_that_do_not_fit(axes: dict[str, Any], said: list[str]) -> None:
 def test_no_mesh_before_init() -> None:
     with pytest.raises(UserError, match=r"imece\.init\(\)"):
         mesh_module.current()
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", "device 'gpu': 'cpu', 'cuda', or a GPU by its number, 'cuda:0'"),
+        ("mps", "device 'mps': imece runs on 'cpu' and 'cuda'"),
+        ("cuda", "device 'cuda': torch sees no GPU on this host: use 'cpu', or leave it out"),
+    ],
+)
+def test_a_device_that_there_is_not(device: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        choose_device(device, World(0, 1, 0, 1, "host", "single"))
+    assert str(caught.value) == said
 
 
 def test_one_rank_needs_no_launcher_and_no_second_init() -> None:

@@ -69,12 +69,14 @@ def choose_device(asked: str | torch.device | None, world: World, backend: str |
     usual = "cuda" if torch.cuda.is_available() and mover is not None else "cpu"
     try:
         device = torch.device(asked if asked is not None else usual)
-    except RuntimeError as error:
-        raise UserError(f"device {asked!r}: {str(error).splitlines()[0]}") from None
+    except RuntimeError:
+        raise UserError(f"device {asked!r}: 'cpu', 'cuda', or a GPU by its number, 'cuda:0'") from None
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"device {str(asked)!r}: this host has no such device; use 'cpu' or 'cuda'")
+    if device.type != "cuda":
+        raise UserError(f"device {str(asked)!r}: imece runs on 'cpu' and 'cuda'")
+    if not torch.cuda.is_available():
+        raise UserError(f"device {str(asked)!r}: torch sees no GPU on this host: use 'cpu', or leave it out")
     if mover is None:
         raise UserError(
             f"device {str(asked)!r} with backend {backend!r}, which moves the CPU's tensors alone: leave one "

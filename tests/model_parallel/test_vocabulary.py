@@ -120,7 +120,7 @@ def test_edges_and_what_is_refused_on_all_ranks() -> None:
     assert "sharded along the vocabulary, dim 2 of [4, 6, 8], over one axis of ranks" in first[0]
     assert "placed as [Shard(dim=1)]" in first[0]
     assert "Partial" in first[1]
-    assert "targets has shape [4, 5]; logits has shape [4, 6, 8]" in first[2]
+    assert "logits [4, 6, 8], the vocabulary last, want targets [4, 6], not [4, 5]" in first[2]
     assert "out of bounds" in first[3]
     assert "out of bounds" in first[4]
     assert [each.partition("index")[0] for each in first] == [each.partition("index")[0] for each in second]

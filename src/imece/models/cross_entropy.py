@@ -59,7 +59,10 @@ def cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
     if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets has shape {list(targets.shape)}; logits has shape {list(logits.shape)}")
+        raise ValueError(
+            f"logits {list(logits.shape)}, the vocabulary last, want targets {list(logits.shape[:-1])}, not "
+            f"{list(targets.shape)}"
+        )
     summed = OF_CLASS.get(type(logits))
     if summed is None:
         nats = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index)
