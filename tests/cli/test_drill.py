@@ -262,7 +262,7 @@ def test_the_figures() -> None:
     assert record.passed and found["fired"] == found["survived"] == 2
     shown = "\n".join(lines(record))
     assert "2 of 2 faults fired, 2 of 2 survived" in shown and "median 1.10 s, worst 1.20 s" in shown
-    assert "1 step made again" in shown and "goodput  71% of the 10 steps/s" in shown
+    assert "1 step made again" in shown and "goodput  71 % of the 10 steps/s" in shown
     for spoilt in (
         Record(record.plan, record.faults[:1], seen, True, 0),
         Record(record.plan, record.faults, seen, True, 1),

@@ -140,15 +140,15 @@ def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
     why = "a NUL at byte 0, so not text: name text files only"
     left_out = [*(f"left out: {name}.txt: {why}" for name in "bcd"), "left out: 2 more"]
     assert told(0.01) == (
-        f"{tmp_path}: 1 file, 10.3 kB, 10.3k tokens (97.1% of them held out), 5 that are not text left out",
+        f"{tmp_path}: 1 file, 10.3 kB, 10.3k tokens (97.1 % of them held out), 5 that are not text left out",
         [
             *left_out,
-            "warning: 97.1% of the text is held out for validation, --data.held-out asks for 1%: documents "
+            "warning: 97.1 % of the text is held out for validation, --data.held-out asks for 1 %: documents "
             "are held out whole, and there are 3: more or shorter ones help",
         ],
     )
     assert told(0.5)[1] == told(0)[1] == left_out
     for file in tmp_path.glob("*.*"):
         file.unlink()
-    gone = f"{tmp_path}: gone, its tokens as they were made, 10.3k tokens (0% of them held out), 5 that"
+    gone = f"{tmp_path}: gone, its tokens as they were made, 10.3k tokens (0 % of them held out), 5 that"
     assert told(0)[0].startswith(gone)

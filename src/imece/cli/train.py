@@ -169,7 +169,7 @@ def _progress(display: Display) -> Iterator[Report]:
 
             def report(what: str, done: int, total: int) -> None:
                 if what not in tasks:
-                    tasks[what] = bars.add_task(what)
+                    tasks[what] = bars.add_task(what, total=total)
                     if bars.disable and total >= _LONG_BYTES:
                         display.under_way(what)
                 bars.update(tasks[what], completed=done, total=total)

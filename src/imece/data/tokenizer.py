@@ -267,6 +267,8 @@ def train_bpe(
             if progress and done - told >= _PROGRESS_BYTES:
                 progress(min(done, total), total)
                 told = done
+        if progress:
+            progress(total, total)
 
     tokenizer.train_from_iterator(sample(), trainer)
     return JsonTokenizer(tokenizer, _token_of(tokenizer, END))

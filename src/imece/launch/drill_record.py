@@ -201,7 +201,7 @@ def lines(record: Record) -> list[str]:
         shown.append(f"lost     {steps_again(sum(fault.again for fault in record.faults))}")
     if record.goodput is not None and record.calm_steps_per_s is not None:
         shown.append(
-            f"goodput  {record.goodput:.0%} of the {record.calm_steps_per_s:.3g} steps/s "
+            f"goodput  {100 * record.goodput:.0f} % of the {record.calm_steps_per_s:.3g} steps/s "
             "before the first fault"
         )
     return [*shown, f"left     {some(record.left, 8) or 'no process, nothing in /dev/shm'}"]

@@ -40,7 +40,7 @@ _WARM = 3  # slower steps at the beginning, not counted
 _FIRST_STEP_BYTES = 70 << 20
 """On a CPU, memory of libraries: code that only a step runs, oneDNN's buffers, gaps in the allocator.
 Measured with torch 2.13: what a process of the preset "small" has beyond its tensors after some steps."""
-_UNKNOWN = "no figures of this machine: imece plan --here measures them"
+_UNMEASURED = "speed unknown until imece plan --here has measured this machine"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Prediction:
         if self.candidate.memory.host:
             size += f" and {gigabytes(self.candidate.memory.host)} of the host's memory"
         if self.step_s is None:
-            return f"{size}; {_UNKNOWN}"
+            return f"{size}; {_UNMEASURED}"
         tokens_per_s = self.candidate.setup.tokens_a_step / self.step_s
         return f"{size}, {milliseconds(self.step_s)} a step, {tokens_per_s:,.0f} tokens/s"
 
@@ -97,7 +97,7 @@ class Prediction:
             "needed_bytes": self.needed,
             "step_s": step_s,
             "parts_s": parts(candidate.time) if candidate.time is not None and step_s is not None else {},
-            **({} if step_s is not None else {"why": _UNKNOWN}),
+            **({} if step_s is not None else {"why": _UNMEASURED}),
         }
 
 

@@ -322,7 +322,7 @@ def _held_out(prepared: Prepared) -> float:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+    return f"{100 * share:.3g} %"
 
 
 def _steps(session: Session) -> str:
