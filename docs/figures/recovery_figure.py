@@ -37,9 +37,10 @@ def draw(alone: Path, killed: Path, out: Path) -> None:
         if "generation" in record:
             fewer = record["ranks"] < ranks
             axis.axvline(record["step"], color="#b3261e" if fewer else "#2e7d32", lw=0.8, ls=":")
-            axis.annotate(str(record["ranks"]), (record["step"], 0.97), xycoords=("data", "axes fraction"),
-                          ha="left", va="top", fontsize=8)  # fmt: skip
-    axis.set_xlabel("step (dotted: the ranks from there on)")
+            at = record["step"], 0.97
+            axis.annotate(f" {record['ranks']} ranks", at, xycoords=("data", "axes fraction"), va="top",
+                          fontsize=8)  # fmt: skip
+    axis.set_xlabel("step (dotted: the ranks changed)")
     axis.set_ylabel("loss, nats a token")
     axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     axis.spines[["top", "right"]].set_visible(False)

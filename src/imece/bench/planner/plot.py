@@ -15,6 +15,7 @@ _STYLES: dict[bool, dict[str, Any]] = {  # by whether the row was held out
     True: {"color": "#0b5394", "marker": "^", "label": "held out"},
 }
 _COLUMNS = 3
+_MANY = 60  # rows of a table whose points would cover each other
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
@@ -38,11 +39,11 @@ def draw(tables: Sequence[Table], path: Path) -> None:
     )
     figure.suptitle("The planner beside published measurements", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=75)
+    figure.savefig(path, dpi=100)
 
 
 def _panel(axes: Any, table: Table) -> None:
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     numbers = [number for row in table.rows for number in (row.measured, row.predicted) if number > 0]
     low, high = min(numbers) / 2, max(numbers) * 2
@@ -53,13 +54,16 @@ def _panel(axes: Any, table: Table) -> None:
         of: list[Row] = [row for row in table.rows if row.held_out == held_out]
         at = [row.measured for row in of], [row.predicted for row in of]
         if of:
-            axes.scatter(*at, s=9, alpha=0.7, linewidth=0, **style)
+            axes.scatter(*at, s=9 if len(table.rows) > _MANY else 25, alpha=0.7, linewidth=0, **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
+        if high < 100 * low:  # there may be no power of ten
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.grid(True, which="major", alpha=0.3)
     found = accuracy.summary(table.rows, 0)
     axes.set_title(f"{table.name}: {found.rows} rows, median error {found.median:.1%}", fontsize=9)

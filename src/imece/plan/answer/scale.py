@@ -178,7 +178,7 @@ def scale_json(points: Sequence[Point], kind: Kind) -> dict[str, Any]:
 
 
 def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
-    """Draw a PNG: tokens/s beside the ideal, and what a step is spent on."""
+    """Draw a PNG: tokens/s beside the ideal, and what is left of a GPU's speed."""
     from matplotlib.figure import Figure
 
     shown = [point for point in points if point.candidate is not None]
@@ -194,9 +194,9 @@ def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
     left.set_ylabel("tokens/s")
     left.legend(frameon=False)
     right.plot(gpus, [100 * efficiency(point, first) for point in shown], color="#1f4e8c", marker="o",
-               label="speed of a GPU that is left")  # fmt: skip
+               label=f"speed of a GPU, beside that on {first.gpus:,}")  # fmt: skip
     right.plot(gpus, [100 * point.exposed for point in shown], color="#cc4125", marker="s",
-               label="of a step, waiting for others")  # fmt: skip
+               label="part of a step in which GPUs wait")  # fmt: skip
     right.set_xscale("log", base=2)
     right.set_ylim(0, 112)
     right.set_ylabel("%")
