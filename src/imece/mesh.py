@@ -382,13 +382,14 @@ def init(
     return _open
 
 
-def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
+def reform(rank: int, world_size: int, store: dist.Store, met: Callable[[], object] = lambda: None) -> Mesh:
     """Put other ranks into the open mesh: it stays the same object, and gets new groups in place of all
     old ones.
 
     store: used by the new ranks alone. All of them call this, whichever world they come from; ranks that are
-    gone are not asked. Groups and DeviceMeshes that the mesh handed out before can no longer be used. A rank
-    waits for the others as long as a collective would; a rank that joins waits without limit.
+    gone are not asked. met: called once all have come, before they make groups; it may raise. Groups and
+    DeviceMeshes that the mesh handed out before can no longer be used. A rank waits for the others as long as
+    a collective would; a rank that joins waits without limit.
     UserError if the mesh was opened with axes, or on a process group that imece did not open, or if others do
     not come.
     """
@@ -408,6 +409,7 @@ def reform(rank: int, world_size: int, store: dist.Store) -> Mesh:
     # timeouts end the wait, in their collectives and here.
     patience = timedelta.max if mesh.world.joining else timeout
     hosts = meet(store, world, sizes, backend, mesh.device, patience)
+    met()
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
     hook = sys.excepthook
     open_default_group(world, backends.world, store, timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from imece import connections
 from imece import mesh as meshes
 from imece.membership import gpu_errors, member
 from imece.membership.aborting import Aborting
-from imece.membership.roster import Generation, Roster
+from imece.membership.roster import Generation, Roster, outcome_of
 
 
 def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +108,44 @@ def test_who_moves_while_its_beat_asks_is_not_cut_off_when_a_member_joins(
     assert beat(Generation(5, (1, 2), ("why",)), Late(ours._store)) == [4], "by the move itself"
     assert beat(Generation(6, (1, 2, 3))) == []
     assert beat(Generation(7, (1, 3), ("why",))) == [5], "a rank of its own generation is gone"
+
+
+def test_a_generation_that_has_met_is_not_left_for_one_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that left it in the midst of making groups would leave another one waiting in Gloo."""
+    meeting = dist.HashStore()
+    monkeypatch.setattr(member, "_connect", lambda _: meeting)
+    monkeypatch.setenv("RANK", "1")  # to be as they were
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ours, roster = member_of(Generation(4, (0, 1)))
+
+    def enters(number: int, then: Callable[[dist.Store, Callable[[], object]], object]) -> bool:
+        generation = Generation(number, (0, 1))
+        roster.publish(generation)
+        monkeypatch.setattr(meshes, "reform", lambda *given: then(*given[2:]))
+        return ours._enter(generation, 5.0)
+
+    def joins(store: dist.Store) -> None:
+        roster.publish(Generation(ours._at + 1, (0, 1, ours._at)))
+        store.check(["note/0"])
+
+    def met_before(store: dist.Store, met: Callable[[], object]) -> None:
+        met()
+        joins(store)
+
+    def met_too_late(store: dist.Store, met: Callable[[], object]) -> None:
+        meeting.set(outcome_of(ours._at), "left")  # by another one
+        roster.publish(Generation(ours._at + 1, (0, 1, 2)))
+        met()
+
+    def loses_one(store: dist.Store, met: Callable[[], object]) -> None:
+        met()
+        roster.publish(Generation(ours._at + 1, (1,), ("why",)))
+        store.check(["note/0"])
+
+    assert not enters(5, lambda store, _: joins(store)), "nobody knows whether all will come"
+    assert not enters(7, met_too_late)
+    assert enters(9, met_before)
+    assert not enters(11, loses_one)
 
 
 def member_of(generation: Generation) -> tuple[member.Member, Roster]:

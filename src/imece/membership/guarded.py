@@ -63,6 +63,13 @@ class GuardedStore(dist.Store):
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         return self._ask(lambda store: store.compare_set(key, expected_value, desired_value))
 
+    def first(self, key: str, value: str) -> str:
+        """The value for `key` of whichever rank was the first to call this. `check` may call it: it does not
+        look, nor repeat itself. dist.DistNetworkError without a connection."""
+        if self._inner is None:
+            raise dist.DistNetworkError(f"there is no connection to ask for {key}")
+        return self._inner.compare_set(key, "", value).decode()
+
     def delete_key(self, key: str) -> bool:
         return self._ask(lambda store: store.delete_key(key))
 

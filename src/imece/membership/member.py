@@ -6,12 +6,14 @@ thread also ends calls on GPUs that would wait forever: for a rank that is given
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -23,7 +25,7 @@ from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership import gpu_errors
 from imece.membership.aborting import Aborting
 from imece.membership.guarded import GuardedStore
-from imece.membership.roster import Generation, Roster, meeting_in
+from imece.membership.roster import Generation, Roster, meeting_in, outcome_of
 from imece.membership.where import Where
 from imece.mesh import Mesh
 from imece.status import says_peer_gone
@@ -37,6 +39,7 @@ _LOST_S = 5.0  # for the launcher to see what a rank's peers have seen, if anyth
 _CUT_S = 1.0  # for connections to tell whoever waits for a lost rank
 _STUCK_S = 1.0  # for waits to end after their connections have
 _CONNECT_S = 60.0
+_MET, _LEFT = "met", "left"  # what becomes of a generation while it is formed, if nobody of it ends
 
 
 class SupersededError(CollectiveError):
@@ -69,7 +72,7 @@ class Member:
         self.aborting = Aborting()
         gpu_errors.leave_to_member()
         pending.expect_giving_up()
-        self._stores: list[dist.Store] = []  # a PrefixStore does not keep what is written in Python alive
+        self._stores: list[GuardedStore] = []  # a PrefixStore does not keep what is written in Python alive
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
         self._beating.start()
@@ -164,7 +167,7 @@ class Member:
         companions.forget()
         self.aborting.wait()
         try:
-            meshes.reform(rank, size, store)
+            meshes.reform(rank, size, store, self._met)
         except (RuntimeError, UserError) as error:
             if self._is_over(generation, patience_s if is_peer_gone(error) else _NEWS_S):
                 return False
@@ -186,9 +189,26 @@ class Member:
             time.sleep(_POLL_S)
         return self._roster.newest() > generation.number
 
+    def _met(self) -> None:
+        """All members of this generation have come. From here on only the loss of one ends it before the next
+        border: whoever left it for one that has joined would leave others waiting in Gloo, which asks nobody.
+        """
+        agreed = self._stores[-1].compare_set(outcome_of(self._at), "", _MET).decode()
+        if agreed == _LEFT:
+            self._is_superseded()
+
     def _check(self) -> None:
-        if self._roster.newest() > self._at:
-            raise SupersededError(f"generation {self._at} is over: a newer one is there")
+        newest = self._roster.newest()
+        if newest <= self._at:
+            return
+        if not _has_lost(self._members, self._roster.generation(newest)):
+            with contextlib.suppress(dist.DistNetworkError):
+                if self._stores[-1].first(outcome_of(self._at), _LEFT) == _MET:
+                    return
+        self._is_superseded()
+
+    def _is_superseded(self) -> NoReturn:
+        raise SupersededError(f"generation {self._at} is over: a newer one is there")
 
     def _beat(self) -> None:
         roster, beats = Roster(_connect(self._launcher)), 0

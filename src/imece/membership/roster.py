@@ -52,6 +52,11 @@ def meeting_in(store: dist.Store, number: int) -> dist.Store:
     return dist.PrefixStore(f"{_MEETING}{number}", store)
 
 
+def outcome_of(number: int) -> str:
+    """The key, in the same store, of what the members of a generation have agreed on: whether they are it."""
+    return f"{_MEETING}{number}/outcome"
+
+
 def forget_meetings(store: dist.Store, before: int) -> None:
     """Delete what earlier generations have left there: addresses and notes of every rank."""
     for key in store.list_keys():
