@@ -26,13 +26,15 @@ def of_groups() -> Iterator[None]:
     try:
         yield
     finally:
-        _before.remove(before)
-        _known.update(set(_sockets().values()) - before)
+        if before in _before:
+            _before.remove(before)
+            _known.update(set(_sockets().values()) - before)
 
 
 def forget() -> None:
-    """Forget all connections: their groups are gone."""
+    """Forget all connections: their groups are gone, also those that a thread which was left still makes."""
     _known.clear()
+    _before.clear()
 
 
 def cut() -> int:

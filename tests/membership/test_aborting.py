@@ -263,6 +263,7 @@ def test_who_hears_of_a_death_by_an_error_aborts_before_the_groups_are_destroyed
 
     own = Member.__new__(Member)
     own.number = own._at = 0
+    own.mesh = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
     own._members, own._cut_at, own._moving = {0, 1}, math.inf, threading.Lock()
     own._stores, own._alone, own.aborting = [], False, Aborting()
     monkeypatch.setattr(aborting, "device_backends", lambda: [SimpleNamespace(abort=abort)])

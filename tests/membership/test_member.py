@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from imece import connections
 from imece import mesh as meshes
+from imece.collectives import pending
 from imece.membership import gpu_errors, member
 from imece.membership.aborting import Aborting
 from imece.membership.roster import Generation, Roster, outcome_of
@@ -148,6 +150,37 @@ def test_a_generation_that_has_met_is_not_left_for_one_who_joins(monkeypatch: py
     assert not enters(11, loses_one)
 
 
+def test_groups_that_are_never_made_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member was lost before it connected to this one, which waits in Gloo, without a connection."""
+    monkeypatch.setattr(member, "_CUT_S", 0.0)
+    monkeypatch.setattr(member, "_STUCK_S", 0.01)
+    monkeypatch.setattr(pending, "leaves_calls", lambda: True)
+    monkeypatch.setattr(member, "_connect", lambda _: dist.HashStore())
+    ours, roster = member_of(Generation(4, (0, 1)))
+    roster.publish(Generation(5, (0, 1, 2)))
+    waits, entered = threading.Event(), threading.Event()
+
+    def reform(*_: Any) -> None:
+        roster.publish(Generation(6, (0, 1), ("why",)))
+        assert waits.wait(20)
+
+    def beat() -> None:
+        while not entered.wait(0.005):
+            ours._newest = roster.newest()
+            ours._cut_off(roster)
+
+    monkeypatch.setattr(meshes, "reform", reform)
+    with ThreadPoolExecutor(1) as threads:
+        beats = threads.submit(beat)
+        try:
+            assert not ours._enter(roster.generation(5), 5.0)
+            assert not waits.is_set()
+        finally:
+            entered.set()
+            waits.set()
+        beats.result()
+
+
 def member_of(generation: Generation) -> tuple[member.Member, Roster]:
     """Its member 1, which has no thread, and what its launcher sees."""
     ours, store = member.Member.__new__(member.Member), dist.HashStore()
@@ -155,5 +188,6 @@ def member_of(generation: Generation) -> tuple[member.Member, Roster]:
     roster.publish(generation)
     ours.number, ours._at, ours._alone, ours._members = 1, generation.number, False, {*generation.members}
     ours._store, ours._roster, ours._meeting = store, roster, ("127.0.0.1", 1)
+    ours.mesh = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
     ours._moving, ours._cut_at, ours.aborting, ours._stores = threading.Lock(), math.inf, Aborting(), []
     return ours, roster

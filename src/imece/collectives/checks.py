@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions, companions
 from imece.collectives.given_up import Sliced, Waitable
-from imece.collectives.pending import without_gradients
+from imece.collectives.pending import make_groups, without_gradients
 from imece.collectives.recording import text_of
 from imece.collectives.rollcall import RollCall
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -291,7 +292,7 @@ def meet(group: dist.ProcessGroup, what: str) -> Checker:
     ranks make it.
     """
     try:
-        return guard(group, companions(group))
+        return guard(group, make_groups(partial(companions, group)))
     except RuntimeError as error:
         if isinstance(error, CollectiveTimeoutError) or says_timed_out(str(error)):
             raise _timeout(what) from error

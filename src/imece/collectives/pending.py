@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from imece.collectives.streams import Place
 from imece.collectives.waited import waiting
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from imece.status import says_peer_gone, says_timed_out
+
+Made = TypeVar("Made")
 
 PATIENCE_S = 2.0  # for one task, before its groups are destroyed
 _GOODBYE_S = 0.5
@@ -301,6 +303,19 @@ def leaves_calls() -> bool:
     """Whether this thread leaves calls that may get stuck to another, which costs some milliseconds
     a call."""
     return _expected.giving_up and threading.current_thread() is threading.main_thread()
+
+
+def make_groups(make: Callable[[], Made]) -> Made:
+    """What `make` returns, which makes groups: in a thread that may be left, if this one may be.
+
+    In Gloo one of two ranks waits for the other one to connect. If that one is gone there is no connection to
+    cut, and it waits for the timeout of the group.
+    """
+    if not leaves_calls():
+        return make()
+    found: list[Made] = []
+    in_background(lambda: found.append(make()), lane=MAIN).wait()
+    return found[0]
 
 
 def give_up(why: str, within_s: float) -> None:

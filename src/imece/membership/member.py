@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -167,7 +168,11 @@ class Member:
         companions.forget()
         self.aborting.wait()
         try:
-            meshes.reform(rank, size, store, self._met)
+            reform = partial(meshes.reform, rank, size, store, self._met)
+            if self.mesh.device.type == "cpu":
+                pending.make_groups(reform)
+            else:  # NCCL's groups belong to the thread's own GPU
+                reform()
         except (RuntimeError, UserError) as error:
             if self._is_over(generation, patience_s if is_peer_gone(error) else _NEWS_S):
                 return False
