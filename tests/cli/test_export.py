@@ -255,7 +255,7 @@ def test_nothing_half_written_stays(
         raise error
 
     monkeypatch.setattr(export, "write_hugging_face", fails)
-    status = main(["export", str(trained_run), str(tmp_path / "out")])
+    status = main(["export", str(trained_run), str(tmp_path / "new" / "folders" / "out")])
     err = capsys.readouterr().err
     if isinstance(error, KeyboardInterrupt):
         assert (status, err) == (130, "imece: interrupted\n")

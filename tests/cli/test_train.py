@@ -335,6 +335,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--data.paths", "--steps=5"], r"^--data\.paths is empty: give it a name, or leave it out$"),
         (["--run={tmp}/empty.txt"], r"empty\.txt is a file: name a folder with --run"),
         (["--run={tmp}/empty.txt/x"], r"the run folder cannot be written \(Not a directory\): name another$"),
+        (["--run={tmp}/dangling"], r"dangling is a link that leads to nothing: name a folder with --run"),
         (["--run={tmp}/foreign"], r"foreign holds other files, but no run: name another folder with --run"),
         (["--run=/proc/run"], r"/proc/run: the run folder cannot be written \(No such file"),
         (["--run={tmp}/" + "x" * 300], r"the run folder cannot be written \(File name too long\)"),
@@ -351,6 +352,7 @@ def test_mistakes_leave_nothing(
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes").write_text("not ours")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "binary.txt").write_bytes(b"abc\0")
     (tmp_path / "latin.txt").write_bytes(b"f\xfcr")
     usual = options(tmp_path, "runs/run")

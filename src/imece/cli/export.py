@@ -11,6 +11,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -184,12 +185,14 @@ def free_folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Yields a folder beside `target` that is renamed to it at the end. On an error the folder is removed.
+    """Yields a folder beside `target` that is renamed to it at the end. On an error it is removed, and so are
+    the folders around it that were made for it.
 
     This process holds a lock on it. If it is killed, the next process sees by the free lock that the folder
     is left over.
     """
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    made = list(takewhile(lambda folder: not os.path.lexists(folder), target.parents))
     lock: int | None = None
     try:
         partial.mkdir(parents=True)
@@ -205,6 +208,9 @@ def _whole(target: Path) -> Iterator[Path]:
         raise UserError(f"{target}: cannot be written ({error.strerror}): {do} another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):  # above all if it is not empty: the model is in it
+            for folder in made:
+                folder.rmdir()
         if lock is not None:
             os.close(lock)
 

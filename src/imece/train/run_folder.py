@@ -95,8 +95,9 @@ class RunFolder:
         try:
             content = to_toml(config.absolute()).encode()
             if not self.config_file.exists():
-                if self.path.exists() and not self.path.is_dir():
-                    raise UserError(f"{self.path} is a file: name a folder with --run")
+                if os.path.lexists(self.path) and not self.path.is_dir():
+                    what = "a file" if self.path.exists() else "a link that leads to nothing"
+                    raise UserError(f"{self.path} is {what}: name a folder with --run")
                 if self.path.is_dir() and set(self.path.iterdir()) - self._leftovers() - {self.path / FILE}:
                     raise UserError(
                         f"{self.path} holds other files, but no run: name another folder with --run"
