@@ -45,6 +45,7 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     options = ["--quick", "--strategies", "hybrid", "--folder", str(folder), "--json", str(figures)]
     assert main(["bench", "save", *options]) == 0
     shown = capsys.readouterr().out
+    assert "\nmedians of 1 round; " in shown
     assert "later by steps" in shown and "a rank writes at most its share" in shown
     rows = json.loads(figures.read_text())["rows"]
     assert [each["strategy"] for each in rows] == ["hybrid"]

@@ -25,6 +25,7 @@ from imece.bench.report import size_text
 from imece.bench.rounds import turned
 from imece.bench.targets import Target
 from imece.errors import UserError
+from imece.listing import many
 
 LIMIT = "limit"
 _MODULE = "imece.bench.collectives.rank"
@@ -119,7 +120,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Result]:
             for op in ops:
                 say("")
                 say(f"{op}, float32{', sum' if 'reduce' in op else ''}, {ranks} ranks, 1 thread a rank, "
-                    f"medians of {plan.rounds} alternating rounds")  # fmt: skip
+                    f"medians of {many(plan.rounds, 'alternating round')}")  # fmt: skip
                 say(HEADER)
                 for size in plan.sizes:
                     found = _measure(plan, crews, ranks, op, size)

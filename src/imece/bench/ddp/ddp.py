@@ -12,6 +12,7 @@ from imece.bench.crew import Crew, slowest
 from imece.bench.ddp.rank import BACKENDS, WRAP
 from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import verdict
+from imece.listing import many
 
 _MODULE = "imece.bench.ddp.rank"
 
@@ -83,7 +84,7 @@ def lines(results: Results) -> list[str]:
     name = {"ddp": "DistributedDataParallel", "fully_shard": "fully_shard"}[plan.wrap]
     shown = [
         f"torch's {name}, a decoder of {size:.1f}M parameters, {results.tokens} tokens a rank, "
-        f"{plan.ranks} ranks, 1 thread a rank, medians of {plan.rounds} alternating rounds",
+        f"{plan.ranks} ranks, 1 thread a rank, medians of {many(plan.rounds, 'alternating round')}",
         *(
             f"  {backend:<6}{statistics.median(results.seconds[backend]) * 1e3:>9.1f} ms/step   "
             f"last loss {results.losses[backend][-1]:.4f}"

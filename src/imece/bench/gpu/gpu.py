@@ -169,7 +169,7 @@ def lines(results: Results) -> list[str]:
         "",
         f"{results.device}: {plan.model}, {results.parameters / 1e6:.1f}M parameters in bf16, "
         f"{plan.sequences} sequences, {results.tokens:,} tokens a step",
-        f"medians of {plan.rounds} alternating rounds of {many(plan.steps, 'step')}; large "
+        f"medians of {many(plan.rounds, 'alternating round')} of {many(plan.steps, 'step')}; large "
         f"matrix products: {results.peak_rate / 1e12:.1f} Tflop/s",
     ]
     if results.ways:

@@ -23,6 +23,7 @@ from imece.bench.hosts.step import StepResults
 from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import HOSTS, Target
+from imece.listing import many
 
 _MODULE = "imece.bench.hosts.rank"
 PARTS = (1, 2, 4, 8, 16, 32)
@@ -132,7 +133,7 @@ def all_reduce_lines(results: Results) -> list[str]:
     lines = [
         "",
         f"all_reduce, float32, sum, {size_text(plan.size_bytes)}, 2 ranks on each host, 1 thread a rank, "
-        f"medians of {plan.rounds} alternating rounds",
+        f"medians of {many(plan.rounds, 'alternating round')}",
         f"  {'':<20}{'time ms':>10}{'algbw MB/s':>12}{'busbw MB/s':>12}{'x gloo':>8}",
     ]
     for way, rounds in results.seconds.items():

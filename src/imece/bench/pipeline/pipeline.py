@@ -16,6 +16,7 @@ from imece.bench.crew import Crew
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
 from imece.bench.report import size_text
 from imece.cores import usable_cores
+from imece.listing import many
 from imece.model_parallel.schedules import check_schedule, ideal_bubble
 
 _MODULE = "imece.bench.pipeline.rank"
@@ -122,7 +123,7 @@ def _head(ranks: int, emulated: bool, steps: int) -> list[str]:
         else f"blocks of width {SHAPE.width}, micro-batches of {SHAPE.length} tokens, 1 thread a rank"
     )
     return [
-        f"\n{ranks} ranks, {BLOCKS} {what}; medians of {steps} steps",
+        f"\n{ranks} ranks, {BLOCKS} {what}; medians of {many(steps, 'step')}",
         "  schedule        m   idle/busy   (p-1)/(vm)    idle     ideal   keeps for backward",
     ]
 

@@ -13,6 +13,7 @@ from imece.bench import machine
 from imece.bench.crew import Crew, slowest
 from imece.bench.targets import verdict
 from imece.data_parallel.strategy import STRATEGIES as BY_NAME
+from imece.listing import many
 
 MODULE = "imece.bench.save.rank"
 STRATEGIES = tuple(BY_NAME)
@@ -169,7 +170,7 @@ def _heads(results: Results) -> list[str]:
         "",
         f"saves of a GPT of {row.parameters / 1e6:.1f}M parameters, AdamW, {plan.ranks} ranks, "
         f"{plan.tokens} tokens a rank, 1 thread a rank,",
-        f"medians of {plan.rounds} rounds; MB of the rank with most; share: of the checkpoint's "
+        f"medians of {many(plan.rounds, 'round')}; MB of the rank with most; share: of the checkpoint's "
         f"{row.state_bytes / 1e6:.0f} MB a rank's part",
         f"  {'':<14}{'ms/step':>9}{'copy ms':>9}{'on disk s':>11}{'later by steps':>16}"
         f"{'share':>9}{'written':>9}{'resident':>10}",

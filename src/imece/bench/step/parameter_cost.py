@@ -13,6 +13,7 @@ from imece.bench.rounds import Taken, alternate
 from imece.bench.step.step import MODULE
 from imece.bench.step.ways import ALONE, OURS
 from imece.bench.targets import PARAMETER_COST_US, PARAMETER_GROWTH, verdict
+from imece.listing import many
 
 _WAYS = (ALONE, OURS, "torch-shm")
 
@@ -93,7 +94,7 @@ def lines(results: Results) -> list[str]:
     plan = results.plan
     shown = [
         f"backward of a model of many parameters of 8 elements on shm, {plan.ranks} ranks, 1 thread a rank, "
-        f"medians of {plan.rounds} alternating rounds",
+        f"medians of {many(plan.rounds, 'alternating round')}",
         f"  {'parameters':>10}  {'':<12}{'backward ms':>12}{'added us a parameter':>22}"
         f"{'of processor time':>19}",
     ]

@@ -170,7 +170,7 @@ def lines(results: Results, tokens: int) -> list[str]:
     shown = [
         "",
         f"a GPT of {results.parameters / 1e6:.1f}M parameters, {tokens} tokens a rank, {plan.ranks} ranks, "
-        f"1 thread a rank, medians of {plan.rounds} alternating rounds of "
+        f"1 thread a rank, medians of {many(plan.rounds, 'alternating round')} of "
         f"{many(plan.steps, 'step')}",
         f"  {'':<16}{'ms/step':>9}{'added ms':>10}{compared:>13}{'tokens/s':>10}{'x no-sync':>11}",
     ]

@@ -12,6 +12,7 @@ from imece.bench.crew import Crew, slowest
 from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
 from imece.bench.tensor.ways import ALONE, WAYS
+from imece.listing import many
 
 _MODULE = "imece.bench.tensor.rank"
 _FIRST = 2  # steps: the second loss depends on the first gradients
@@ -118,7 +119,7 @@ def _table(plan: Plan, rows: list[Row]) -> list[str]:
     alone = next(row for row in rows if row.way == ALONE)
     return [
         f"\n{plan.ranks} ranks, {alone.tokens} tokens a step, a vocabulary of {alone.vocabulary:,}; "
-        f"1 thread a rank, medians of {plan.rounds} rounds",
+        f"1 thread a rank, medians of {many(plan.rounds, 'round')}",
         "  way                     step      one rank / it   forward and backward need",
         *(
             f"  {row.way:<20}{row.step_s * 1e3:>8.1f} ms{alone.step_s / row.step_s:>12.2f}"

@@ -16,6 +16,7 @@ import torch
 from imece.bench.crew import Crew
 from imece.bench.train.targets import ALONE, COMPILED, ONE_RANK, OURS, PLAIN, SAME_LOSS
 from imece.data.prepare import prepare
+from imece.observe.units import megabytes
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.config import (
     BatchSection,
@@ -88,9 +89,7 @@ def with_text(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> 
     tokenizer, tokens = folder / "tokenizer.json", folder / "tokens"
     prepared = prepare(config.data.source(), tokenizer, tokens)
     name = ", ".join(config.data.paths) or "Python standard library"
-    say(
-        f"text     {name}: {prepared.source_bytes / 1e6:.1f} MB, {len(prepared.tokens.train.tokens):,} tokens"
-    )
+    say(f"text     {name}: {megabytes(prepared.source_bytes)}, {len(prepared.tokens.train.tokens):,} tokens")
     data = dataclasses.replace(config.data, tokenizer=str(tokenizer), folder=str(tokens))
     return dataclasses.replace(config, data=data)
 

@@ -135,7 +135,7 @@ def lines(results: Results) -> list[str]:
     shown = [
         "",
         f"{plan.config.model.preset}, {results.parameters / 1e6:.1f}M parameters, {results.batch}",
-        f"1 thread a rank, medians of {plan.rounds} alternating rounds of "
+        f"1 thread a rank, medians of {many(plan.rounds, 'alternating round')} of "
         f"{many(plan.steps, 'step')}; {plan.default} is what imece train does by default",
         f"  {'':<21}{'ms/step':>9}{'tokens/s':>10}" + "".join(f"{'x ' + way:>14}" for way in against),
     ]
