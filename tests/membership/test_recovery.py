@@ -116,3 +116,18 @@ def test_state_is_kept_for_as_long_as_copies_may_be_behind(monkeypatch: pytest.M
     monkeypatch.setattr("imece.collectives.ops.barrier", mock.Mock())
     assert alone.recovery._take_over(8) == (6, 2)
     assert alone.taken == [{"rate": 0.75, "seen": [1]}]
+
+
+def test_state_is_kept_until_there_are_new_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host, which alone had finished step 7, is gone before there are any: back to step 6."""
+    alone = Alone(monkeypatch, fallback=4)
+    alone.recovery._states = {"6": packed({"rate": 0.75}), "7": packed({"rate": 0.875})}
+    monkeypatch.setattr("imece.collectives.ops.barrier", mock.Mock())
+    copies = alone.recovery._copies
+    copies.recovered.side_effect = [(7, mock.Mock()), (6, mock.Mock())]  # type: ignore[attr-defined]
+    copies.exchange.side_effect = [PeerLostError("rank 0 is gone"), ""]  # type: ignore[attr-defined]
+    with pytest.raises(PeerLostError):
+        alone.recovery._take_over(7)
+    assert alone.recovery._take_over(7) == (6, 1)
+    assert alone.taken == [{"rate": 0.875}, {"rate": 0.75}]
+    assert alone.recovery._states == {"6": packed({"rate": 0.75})}

@@ -311,10 +311,11 @@ class Recovery:
             mine_now = packed(self._state())
             state = gather_json(mine_now, mesh.world_group, mesh.device, "state of the checkpoint")[furthest]
         self._take(unpacked(state))
-        self._states = {str(begin): state}
+        self._states[str(begin)] = state
         self._asked, self._sums = False, _NO_SUMS
         self.without_copies = self._no_copies_at_all  # newcomers do not know that memory was lacking
         self._exchange(begin)
+        self._states = {str(begin): state}  # not before: with another death all may be back at an older copy
         return begin, most - begin
 
     def _from_copies(self, notes: list[Json], furthest: int) -> int:
