@@ -155,10 +155,13 @@ def test_what_cannot_be_dealt() -> None:
         )
     refused(
         replace(config, mesh=MeshSection(pipeline=2, context=2)),
-        r"--mesh\.pipeline 2 and --mesh\.context 2: stages .* cannot divide sequences: leave one of them out",
+        r"--mesh\.pipeline 2 and --mesh\.context 2: stages .*: --mesh\.context 1, or --mesh\.pipeline 1",
     )
     refused(replace(config, lora=LoraSection(rank=4)), r"--mesh\.pipeline 2 and --lora\.rank 4: .*")
-    refused(replace(config, compute=ComputeSection(compile=True)), r".* and --compute\.compile: .*")
+    refused(
+        replace(config, compute=ComputeSection(compile=True)),
+        r".* and --compute\.compile: .*: --compute\.no-compile",
+    )
     refused(
         replace(config, mesh=MeshSection(pipeline=5)), r".*: 3 layers .* 5 stages: at most --.* 4", layers=3
     )

@@ -55,7 +55,7 @@ def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> No
     if config.compute.compile:
         raise UserError(
             f"{asked} and --compute.compile: what ranks tell each other amid a forward cannot be compiled: "
-            "leave one of them out"
+            "--compute.no-compile"
         )
     if config.mesh.deals and config.lora.rank:
         raise UserError(
@@ -142,7 +142,9 @@ def _check_matrices(asked: str, config: TrainConfig, shape: TransformerConfig, s
 def _check_layers(asked: str, config: TrainConfig, shape: TransformerConfig) -> None:
     section = config.mesh
     if section.context > 1:
-        raise UserError(f"{asked}: stages of a pipeline cannot divide sequences: leave one of them out")
+        raise UserError(
+            f"{asked}: stages of a pipeline cannot divide sequences: --mesh.context 1, or --mesh.pipeline 1"
+        )
     if config.strategy != "auto" and not goes_with_stages(config.strategy):
         raise UserError(
             f"{asked} and --strategy {config.strategy}: layers would be gathered anew for each micro-batch: "
