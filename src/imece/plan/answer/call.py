@@ -30,8 +30,8 @@ _FP8 = (  # without the head, as usual: logits need the precision
     '"head" not in name) before imece.parallelize'
 )
 _CLASS = (
-    "imece.models.transformer.Transformer, of Hugging Face's files by "
-    "imece.models.hugging_face.from_hugging_face: no other is divided by itself"
+    "imece.models.transformer.Transformer, into which imece.models.hugging_face.from_hugging_face reads "
+    "Hugging Face's files; how others are divided: docs/model-parallel.md"
 )
 _OPTIMIZERS = {
     "adamw-8bit": "bitsandbytes.optim.AdamW8bit: pip install 'imece[quant]'",
