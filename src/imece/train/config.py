@@ -66,7 +66,7 @@ class ModelSection:
     """The model: a preset, and what differs from it; or a folder with a model."""
 
     preset: Annotated[str, _also("--model")] = "small"
-    """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b; empty only with `weights`."""
+    """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b; empty only with --from."""
     weights: Annotated[str, _also("--from")] = ""
     """Begin from the model and the tokenizer in this folder: in Hugging Face's format, or a run of imece."""
     layers: int | None = None
@@ -79,7 +79,7 @@ class ModelSection:
     """Heads of keys and values."""
     mlp_width: int | None = None
     """Channels inside the MLP."""
-    #: Context in tokens, which is also the length of the training sequences. With `weights` only the latter;
+    #: Context in tokens, which is also the length of the training sequences. With --from only the latter;
     #: default then: 512, or the model's context if that is shorter.
     max_seq: int | None = None
     tied_head: bool | None = None
@@ -133,7 +133,7 @@ class DataSection:
     field: str = "text"
     """The field of a .jsonl or .parquet record that has the text."""
     tokenizer: str = "bpe"
-    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of model.weights."""
+    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of the --from folder."""
     vocab_size: int = 4096
     """Entries of a tokenizer that is trained here."""
     held_out: float = 0.02
@@ -186,9 +186,9 @@ class OptimizerSection:
     """How gradients become updates."""
 
     #: muon: torch's Muon for the matrices of the blocks and AdamW for the rest; adamw: AdamW for all, the
-    #: default with model.weights.
+    #: default with --from.
     kind: Optimizer = "muon"
-    #: The highest learning rate. adamw needs about a third of muon's. With model.weights the default is 5e-5.
+    #: The highest learning rate. adamw needs about a third of muon's. With --from the default is 5e-5.
     lr: float = 4e-3
     schedule: Schedule = "cosine"
     """cosine: down to min_lr at the last step; wsd: level, then down over the last fifth; constant."""
@@ -220,7 +220,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Adapters: if there are any, only they are trained, and the model of model.weights stays as it is."""
+    """Adapters: if there are any, only they are trained, and the model of --from stays as it is."""
 
     rank: int = 0
     """Train two matrices of this rank beside each matrix of the model, instead of the model; 0: train the
