@@ -25,25 +25,27 @@ def largest_difference(alone: Path, killed: Path) -> float:
 
 
 def draw(alone: Path, killed: Path, out: Path) -> None:
-    """Both losses over each other; a line at each step after which the ranks changed."""
-    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    """Both losses over each other, and below them how many ranks made each step of the second run."""
+    figure, (axis, below) = plt.subplots(
+        2, 1, figsize=(8, 4), sharex=True, height_ratios=[4, 1], layout="constrained"
+    )
     undisturbed, records = read_metrics(alone), read_metrics(killed)
     axis.plot([r["step"] for r in undisturbed], [r["loss"] for r in undisturbed], lw=4, color="#c9d6e8",
               label="left alone")  # fmt: skip
     axis.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1, color="#1f4e8c",
               label="ranks killed and replaced")  # fmt: skip
-    ranks = max((r["ranks"] for r in records if "ranks" in r), default=0)
-    for record in records:
-        if "generation" in record:
-            fewer = record["ranks"] < ranks
-            axis.axvline(record["step"], color="#b3261e" if fewer else "#2e7d32", lw=0.8, ls=":")
-            at = record["step"], 0.97
-            axis.annotate(f" {record['ranks']} ranks", at, xycoords=("data", "axes fraction"), va="top",
-                          fontsize=8)  # fmt: skip
-    axis.set_xlabel("step (dotted: the ranks changed)")
     axis.set_ylabel("loss, nats a token")
-    axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="upper right")
+    most = max((r["ranks"] for r in records if "ranks" in r), default=0)
+    ranks = [most]
+    for record in records:
+        ranks.append(record.get("ranks", ranks[-1]))
+    below.step([r["step"] for r in records], ranks[1:], where="post", color="#b3261e", lw=1.2)
+    below.set_yticks(range(most + 1))
+    below.set_ylabel("ranks")
+    below.set_xlabel("step")
+    for each in (axis, below):
+        each.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=140)
     plt.close(figure)
 
