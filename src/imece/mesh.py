@@ -201,7 +201,7 @@ class Mesh:
             self._device_mesh = DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0],
                 self.device.type,
-                mesh=torch.arange(self.world_size, dtype=torch.int).view(shape),
+                mesh=torch.arange(self.world_size, dtype=torch.int, device="cpu").view(shape),
                 mesh_dim_names=tuple(used),
             )
         return self._device_mesh

@@ -99,7 +99,7 @@ class OfThisRank:
         return self.slice(name, 0, torch.Size(shape).numel()).view(shape)
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
-        out = torch.empty(max(stop - start, 0), dtype=self.dtype(name))
+        out = torch.empty(max(stop - start, 0), dtype=self.dtype(name), device="cpu")
         self._read(name, start, out)
         return out
 

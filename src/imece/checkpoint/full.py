@@ -106,7 +106,7 @@ def _whole(
         if own.tensor.numel():
             ops.send(own.tensor.to(device), 0, group=group, label=_LABEL)
         return None
-    whole = torch.empty(own.shape, dtype=own.tensor.dtype)
+    whole = torch.empty(own.shape, dtype=own.tensor.dtype, device="cpu")
     flat = whole.view(-1)
     flat[own.start : own.start + own.tensor.numel()] = own.tensor.detach().view(-1)
     for rank, (start, numel) in enumerate(places):

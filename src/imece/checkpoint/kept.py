@@ -131,7 +131,7 @@ def key_of(name: str, key: str) -> str:
 def tag_of(name: str, classes: str) -> dict[str, Tensor | Slice]:
     """Says which optimizer keeps the state. classes: `Kept.made_by`; "" if nothing is kept for
     the parameter."""
-    nothing = Slice(torch.empty(0, dtype=torch.uint8), (0,), 0)
+    nothing = Slice(torch.empty(0, dtype=torch.uint8, device="cpu"), (0,), 0)
     return {f"{MADE_BY}{name}/{classes}": nothing} if classes else {}
 
 

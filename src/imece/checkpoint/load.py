@@ -106,7 +106,7 @@ class Saved:
         UserError if there is no tensor of this name, or a file cannot be read. ValueError for elements that
         it does not have.
         """
-        out = torch.empty(max(stop - start, 0), dtype=self.dtype(name))
+        out = torch.empty(max(stop - start, 0), dtype=self.dtype(name), device="cpu")
         self._read(name, start, stop, out)
         return out
 

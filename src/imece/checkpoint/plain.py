@@ -39,11 +39,11 @@ def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Tensor):
         yield key, value.detach()
     elif value is None:
-        yield f"{key}:none", torch.tensor(0, dtype=torch.uint8)
+        yield f"{key}:none", torch.tensor(0, dtype=torch.uint8, device="cpu")
     elif type(value) is str:
         yield f"{key}:str", torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     elif type(value) in _MANY:
-        yield f"{key}:{kind}", torch.tensor(len(value))
+        yield f"{key}:{kind}", torch.tensor(len(value), device="cpu")
         for name, each in value.items() if kind == "dict" else enumerate(value):
             if kind == "dict" and type(name) is not str:
                 raise TypeError(f"{key} is a dict with the key {name!r}")
@@ -51,7 +51,7 @@ def plain(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     else:
         for name, (of, dtype) in _NUMBERS.items():
             if isinstance(value, of):
-                yield f"{key}:{name}", torch.tensor(value, dtype=dtype)
+                yield f"{key}:{name}", torch.tensor(value, dtype=dtype, device="cpu")
                 return
         raise TypeError(f"{key} is of the type {kind}")
 

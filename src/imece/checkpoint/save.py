@@ -117,7 +117,7 @@ class Checkpoints:
         self._writer = Writer(
             self._folder, rank, world_size, keep=self._keep, limit_s=self._limit_s, alarm=self._alarm
         )
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._lost = ""  # why, if a rank was lost while a save was under way
         self._saves = 0
 
@@ -202,7 +202,7 @@ class Checkpoints:
     def _give_up(self, why: str) -> None:
         self._writer.stop.because(why)
         self._join()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _wait(self) -> None:
         self._join()
@@ -242,9 +242,9 @@ class Checkpoints:
     def _memory(self, nbytes: int) -> torch.Tensor:
         """The buffer for one save, the last save's if it fits. No save may be under way."""
         if self._buffer.numel() != nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # never both at once
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # never both at once
             try:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 raise NotSavedError(
                     f"no memory for a copy of the {nbytes} bytes that this rank writes"

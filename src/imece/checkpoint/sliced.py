@@ -36,12 +36,12 @@ def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | S
     for index, slot in enumerate(sharding.slots):
         shape, part = tuple(slot.parameter.shape), parts.get(index)
         start = part.start if part else 0
-        master = part.values if part else torch.empty(0, dtype=sharding.trained.dtypes[index])
+        master = part.values if part else torch.empty(0, dtype=sharding.trained.dtypes[index], device="cpu")
         found[MODEL + slot.name] = share(Slice(master, shape, start), *piece)
         maker, of_all = keys.get(slot.name, ("", {}))
         found |= tag_of(slot.name, maker)
         for key, (dtype, per, own_shape) in of_all.items():
-            nothing = torch.empty(0, dtype=getattr(torch, dtype))
+            nothing = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
             value = kept[part.parameter][1][key].tensor.contiguous() if part else nothing
             if per:
                 own = share(Slice(value, shape_of(shape, per), start // per), *piece)
@@ -52,7 +52,7 @@ def slices_of(model: ShardedDataParallel, kept: Entries) -> dict[str, Tensor | S
     frozen = {part.name: part for part in model.frozen_parts}
     for name, shape, of in sharding.frozen_items:
         part = frozen.get(name)
-        values = part.parameter.detach() if part else torch.empty(0, dtype=of)
+        values = part.parameter.detach() if part else torch.empty(0, dtype=of, device="cpu")
         found[MODEL + name] = share(Slice(values, shape, part.start if part else 0), *piece)
     return found
 

@@ -55,7 +55,9 @@ def of_all_stages(tensors: Mapping[str, Tensor | Slice], place: Place) -> dict[s
         found[name] = own if name not in before else Slice(own.tensor.new_empty(0), own.shape, 0)
     for other in every:
         for name, (dtype, shape) in other.items():
-            found.setdefault(name, Slice(torch.empty(0, dtype=getattr(torch, dtype)), tuple(shape), 0))
+            found.setdefault(
+                name, Slice(torch.empty(0, dtype=getattr(torch, dtype), device="cpu"), tuple(shape), 0)
+            )
     return found
 
 

@@ -92,7 +92,7 @@ def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
     raw = np.frombuffer(base64.b64decode(text), dtype=np.uint8)
     if not isinstance(kind, torch.dtype) or len(raw) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{len(raw)} bytes are no {dtype}{shape}")
-    made = torch.empty(shape, dtype=kind)
+    made = torch.empty(shape, dtype=kind, device="cpu")
     made.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
     return made
 

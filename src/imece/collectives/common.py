@@ -25,7 +25,7 @@ def common_zeros(nbytes: int, group: dist.ProcessGroup, purpose: str) -> torch.T
     if not isinstance(group, SharedMemoryGroup):
         raise TypeError(f"{purpose}: only ranks on the backend 'shm' have memory in common")
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     own = segment.create(nbytes, purpose, populate=True) if group.rank() == 0 else None
     where = [] if own is None else [json.dumps([os.getpid(), own.fd, own.serial])]
     (said,) = gather_texts(where, group, torch.device("cpu"), purpose)[0]

@@ -62,7 +62,7 @@ def measure(
         if rank in (one, other):
             pair = _ping_pong(group, rank == one, other if rank == one else one, device)
             if rank == one:
-                found[index] = torch.tensor(pair, dtype=torch.float64)
+                found[index] = torch.tensor(pair, dtype=torch.float64, device="cpu")
     # One rank wrote each row, so the sum gives all ranks the same numbers.
     dist.all_reduce(found, group=group)
     rows = found.tolist()

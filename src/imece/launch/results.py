@@ -89,5 +89,5 @@ class _Reader:
         if len(data) != size:
             raise ValueError(f"a tensor of {size} bytes, of which {len(data)} came")
         if not data:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -107,7 +107,7 @@ class Copy:
         """
         nbytes = _aligned(8 * _WORDS + len(raw_table)) + 2 * slot_bytes + still_bytes
         memory = segment.create(nbytes, "a copy of this rank's part in memory", populate=populate)
-        words = torch.tensor([len(raw_table), slot_bytes, _NONE, _NONE, _NONE, still_bytes])
+        words = torch.tensor([len(raw_table), slot_bytes, _NONE, _NONE, _NONE, still_bytes], device="cpu")
         memory.memory[: 8 * _WORDS].view(torch.int64)[:] = words
         raw = torch.frombuffer(bytearray(raw_table), dtype=torch.uint8)
         memory.memory[8 * _WORDS :][: len(raw_table)] = raw

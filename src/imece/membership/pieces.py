@@ -44,7 +44,7 @@ class Pieces:
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, 1-D. UserError if one is in nobody's memory."""
-        out = torch.empty(stop - start, dtype=self.dtype(name))
+        out = torch.empty(stop - start, dtype=self.dtype(name), device="cpu")
         self.fill(out, name, start)
         return out
 

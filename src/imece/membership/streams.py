@@ -29,11 +29,11 @@ class Stream:
     ) -> None:
         """copy: on rank `root`, None elsewhere. device: on which the group moves tensors."""
         self._copy, self._root, self._group, self._device, self._label = copy, root, group, device, label
-        sizes = torch.zeros(3, dtype=torch.int64)
+        sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
         if copy is not None:
-            sizes = torch.tensor([len(copy.raw_table), copy.slot_bytes, copy.still_bytes])
+            sizes = torch.tensor([len(copy.raw_table), copy.slot_bytes, copy.still_bytes], device="cpu")
         table_bytes, self.slot_bytes, self.still_bytes = self._broadcast(sizes).tolist()
-        table = torch.empty(table_bytes, dtype=torch.uint8)
+        table = torch.empty(table_bytes, dtype=torch.uint8, device="cpu")
         if copy is not None:
             table = torch.frombuffer(bytearray(copy.raw_table), dtype=torch.uint8)
         self.raw_table = self._broadcast(table).numpy().tobytes()
@@ -91,7 +91,7 @@ class Receiver:
                 low, high = self.needs(piece.name, piece.shape)
                 start, stop = max(start, low), min(stop, high)
             numel = max(0, stop - start)
-            self._wanted.append(_Wanted(piece, start, torch.empty(numel, dtype=piece.dtype)))
+            self._wanted.append(_Wanted(piece, start, torch.empty(numel, dtype=piece.dtype, device="cpu")))
 
     def take(self, low: int, chunk: Tensor) -> None:
         """One chunk."""

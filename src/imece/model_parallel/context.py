@@ -75,7 +75,11 @@ class ContextParallel:
         device: the mesh's by default. ValueError if twice the number of ranks does not divide `length`.
         """
         check_length(length, self.ranks)
-        mine = torch.arange(length) if self.ranks == 1 else positions_of(self.rank, self.ranks, length)
+        mine = (
+            torch.arange(length, device="cpu")
+            if self.ranks == 1
+            else positions_of(self.rank, self.ranks, length)
+        )
         return mine.to(device or self._device)
 
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:

@@ -37,7 +37,7 @@ _ALL = slice(None)
 
 def positions_of(rank: int, ranks: int, length: int) -> Tensor:
     """The positions of a rank, of `length` (a multiple of 2 `ranks`): int64 [length / ranks], ascending."""
-    stretches = torch.arange(length).view(2 * ranks, -1)
+    stretches = torch.arange(length, device="cpu").view(2 * ranks, -1)
     return stretches[[rank, 2 * ranks - 1 - rank]].flatten()
 
 
@@ -62,7 +62,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ring = _Ring(group, causal, q.shape[2])
         kv = torch.stack((k, v))  # [2, B, kv_heads, T, width]: one message
-        out = lse = torch.empty(0)
+        out = lse = torch.empty(0, device="cpu")
         for source, (keys, values) in ring.turns(kv):
             rows, seen, diagonal = ring.block(source)
             part, part_lse = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], diagonal, scale)

@@ -154,7 +154,7 @@ class HuggingFaceModel:
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, [stop - start]. UserError if they cannot be read."""
         place = self._places[hugging_face_name(name)]
-        out = torch.empty(stop - start, dtype=place.dtype)
+        out = torch.empty(stop - start, dtype=place.dtype, device="cpu")
         left, at = out.view(torch.uint8).numpy().data, place.start + start * out.itemsize
         try:
             with place.path.open("rb", buffering=0) as file:

@@ -93,7 +93,7 @@ class Arenas:
             raise ValueError(f"shape {tuple(shape)} has a negative dimension")
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         taken = -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         try:
             with self._lock:

@@ -182,7 +182,7 @@ class Engine:
         found = self._scratches.get(dtype)
         if found is None or found.numel() < numel:
             with torch.inference_mode(False):  # small calls write to it outside of the mode too
-                found = self._scratches[dtype] = torch.empty(numel, dtype=dtype)
+                found = self._scratches[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return found[:numel]
 
     def in_place(self, ranks: Iterable[int]) -> list[torch.Tensor] | None:

@@ -183,8 +183,8 @@ def all_to_all(
     sides.
     """
     world_size = engine.world_size
-    table = torch.empty(world_size, world_size, dtype=torch.int64)  # [from, to], bytes
-    own = torch.tensor(given, dtype=torch.int64)
+    table = torch.empty(world_size, world_size, dtype=torch.int64, device="cpu")  # [from, to], bytes
+    own = torch.tensor(given, dtype=torch.int64, device="cpu")
     rows = [Read(rank, 0, as_bytes(table[rank])) for rank in range(world_size)]
     yield from exchange(engine, fingerprint, as_bytes(own), rows, range(world_size), own.numel() * 8)
     for rank in range(world_size):

@@ -300,7 +300,7 @@ class SharedMemoryGroup(DirectCalls):
         given = [part.numel() * part.itemsize for part in inputs]
         wanted = [part.numel() * part.itemsize for part in outputs]
         source = as_bytes(torch.cat([part.detach().reshape(-1) for part in inputs]))
-        target = torch.empty(sum(wanted), dtype=torch.uint8)
+        target = torch.empty(sum(wanted), dtype=torch.uint8, device="cpu")
 
         def back() -> None:
             for part, data in zip(outputs, target.split(wanted), strict=True):

@@ -238,7 +238,7 @@ class Messages:
                 box.wanted.remove(wanted)
                 self._claim(box, fingerprint, wanted)
                 return _Incoming(tag, fingerprint, wanted.target, wanted)
-        message = _Incoming(tag, fingerprint, torch.empty(total, dtype=torch.uint8), None)
+        message = _Incoming(tag, fingerprint, torch.empty(total, dtype=torch.uint8, device="cpu"), None)
         box.unexpected.append(message)
         return message
 

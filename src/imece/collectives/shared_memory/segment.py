@@ -129,7 +129,7 @@ def _map(fd: int, nbytes: int, populate: bool) -> mmap.mmap:
 
 def _payload(mapped: mmap.mmap) -> torch.Tensor:
     if len(mapped) == _HEADER_BYTES:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     with torch.inference_mode(False):  # the tensor outlives the mode of whoever happens to make it
         return torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEADER_BYTES)
 

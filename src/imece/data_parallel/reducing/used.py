@@ -58,7 +58,9 @@ class Used:
         counts = array("i", map(max, fired, touched)) if any(touched) else fired
         if counts != self._counts:  # they seldom change, and copying to a GPU waits for all it has to do
             self._counts = counts[:]
-            self._told[: len(counts)] = torch.tensor([bool(count) for count in counts], dtype=torch.uint8)
+            self._told[: len(counts)] = torch.tensor(
+                [bool(count) for count in counts], dtype=torch.uint8, device="cpu"
+            )
         self._rates = rates
         digest = _digest(rates) if rates and self._reads else _NO_RATES
         if digest != self._digest:

@@ -53,7 +53,7 @@ def elements_per(optimizer: Any) -> Mapping[str, int]:
     said_size = getattr(optimizer, "block_size", math.inf)
     if library == "torchao" and math.isfinite(said_size):
         block_size = int(said_size)
-        made = optimizer._subclass_zeros(torch.empty(block_size), True, block_size)
+        made = optimizer._subclass_zeros(torch.empty(block_size, device="cpu"), True, block_size)
         return {"codes": block_size // made.codes.numel(), "scale": block_size, "qmap": 0}
     return {}
 

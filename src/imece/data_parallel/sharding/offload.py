@@ -185,4 +185,4 @@ def pinned_bytes(nbytes: int) -> int:
 
 def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     # Copies out of memory that is not pinned block, whatever flag they get.
-    return torch.empty(numel, dtype=dtype, pin_memory=True)
+    return torch.empty(numel, dtype=dtype, pin_memory=True, device="cpu")
