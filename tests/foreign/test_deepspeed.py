@@ -344,6 +344,16 @@ def test_what_is_off_was_not_asked_for() -> None:
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
             r"train_batch_size is 7, and micro-batch 2 x 1 accumulated x 2 ranks is 4",
         ),
+        (
+            {
+                "train_batch_size": 30,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 3,
+                "ranks": None,
+            },
+            r"train_batch_size is 30: no number of ranks makes it of train_micro_batch_size_per_gpu 4 x "
+            r"gradient_accumulation_steps 3: change one",
+        ),
     ],
 )
 def test_what_cannot_be(content: dict[str, Any], said: str) -> None:

@@ -311,6 +311,11 @@ def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, 
             whole = product
         if whole is not None and whole % ranks:
             raise values.wrong(names[2], f"{ranks} ranks cannot share it evenly: say others with --ranks")
+    elif whole is not None and whole % ((micro or 1) * (accumulation or 1)):
+        parts = " x ".join(
+            f"{name} {count}" for name, count in zip(names, (micro, accumulation), strict=False) if count
+        )
+        raise values.wrong(names[2], f"no number of ranks makes it of {parts}: change one")
     for name, text in zip(
         names, ("a micro-batch", "micro-batches of a rank", "all ranks together"), strict=True
     ):
