@@ -51,6 +51,31 @@ def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert os.listdir(tmp_path) == []
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "plan.html").symlink_to("kept/plan.html")
+    for content in (b"old", b"new"):
+        write_whole(tmp_path / "plan.html", content)
+        assert (tmp_path / "kept" / "plan.html").read_bytes() == content
+    assert (tmp_path / "plan.html").is_symlink()
+    assert [*os.listdir(tmp_path / "kept"), *sorted(os.listdir(tmp_path))] == [
+        "plan.html",
+        "kept",
+        "plan.html",
+    ]
+
+
+def test_a_pipe_gets_it_as_it_comes(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with whole_file(pipe) as file:
+        file.write(b"first")
+        file.flush()
+        assert os.read(reader, 100) == b"first"
+    os.close(reader)
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_what_is_on_the_disk_before_it_is_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool

@@ -32,14 +32,20 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     block raises.
 
     Until then it lies beside `path` as NAME.PID.partial; only a process that is killed leaves that behind.
+    Where `path` leads to a file, that one gets the content. A device or a pipe gets it as it comes.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    place = Path(os.path.realpath(path))
+    partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             yield file
             if durable:
                 sync(file)
-        os.replace(partial, path)
+        os.replace(partial, place)
     except BaseException as error:
         with suppress(OSError):
             partial.unlink()
@@ -47,7 +53,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
             raise type(error)(error.errno, error.strerror, str(path)) from error
         raise
     if durable:
-        sync_folder(path.parent)
+        sync_folder(place.parent)
 
 
 def try_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from imece.bench.crew import Crew
 from imece.bench.reference_model import MODELS
 from imece.bench.step.ways import STRATEGIES
 from imece.footprint import Offload
+from imece.observe.pictures import save
 
 MODULE = "imece.bench.step.rank"
 CATEGORIES = ("parameters", "gradients", "optimizer", "communication", "host")
@@ -174,7 +175,7 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"Memory that training takes on one rank\n{subtitle}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

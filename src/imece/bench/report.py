@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
+from imece.writing import write_whole
 
 PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
@@ -73,7 +74,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+        write_whole(path, (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise _cannot_write(path, error) from None
 

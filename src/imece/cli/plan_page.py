@@ -22,6 +22,7 @@ from imece.plan.answer.space import Question
 from imece.plan.answer.spans import Span, spans, what_is_drawn
 from imece.plan.answer.text import Explained, memory_parts, speed, subject
 from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
+from imece.writing import write_whole
 
 _LISTED = 25
 _ALT = (
@@ -60,7 +61,7 @@ def write_shortfall(question: Question, least: Candidate, found: Sequence[Way], 
 def _write(path: Path, text: str) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
 
 
 @contextlib.contextmanager

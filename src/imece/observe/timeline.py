@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from imece.listing import many
+from imece.observe.pictures import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,7 +206,7 @@ def draw(traces: Traces, path: Path, title: str = "One training step") -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path, dpi=130)
 
 
 _ROWS = ("compute", "buckets", "exposed")

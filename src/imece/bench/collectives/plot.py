@@ -8,6 +8,7 @@ from typing import Any
 
 from imece.bench.collectives.collectives import Result
 from imece.bench.report import size_text
+from imece.observe.pictures import save
 
 # imece's lines are thick, the others thinner; colours also differ in lightness.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -69,4 +70,4 @@ def draw(results: Sequence[Result], path: Path, subtitle: str) -> None:
     lines = subtitle.replace("; load", "\nload")  # a single line would be wider than one panel
     figure.suptitle(f"Collectives on one host, one thread a rank\n{lines}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path, dpi=130)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from imece.bench.planner.planner import Results, fits_text, judged, lines
 from imece.plan.accuracy.stalls import Stalls, stalls
+from imece.writing import write_whole
 
 _HEAD = """\
 # How far the planner is from what others measured
@@ -157,7 +158,7 @@ def write(results: Results, path: Path, plot: Path | None) -> None:
         page += "Whether a run fits:\n\n"
         page += _block([f"{name}: {fits_text(fits)}" for name, fits in results.fits.items()])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.rstrip("\n") + "\n", encoding="utf-8")
+    write_whole(path, (page.rstrip("\n") + "\n").encode())
 
 
 def _block(shown: list[str]) -> str:

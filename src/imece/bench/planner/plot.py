@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.bench.planner.planner import Table
+from imece.observe.pictures import save
 from imece.plan.accuracy import statistics as accuracy
 from imece.plan.accuracy.statistics import Row
 
@@ -39,7 +40,7 @@ def draw(tables: Sequence[Table], path: Path) -> None:
     )
     figure.suptitle("The planner beside published measurements", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save(figure, path, dpi=100)
 
 
 def _panel(axes: Any, table: Table) -> None:
