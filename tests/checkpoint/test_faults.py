@@ -177,7 +177,7 @@ def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with crew(tmp_path, 2) as ranks:
         assert ranks.save(1, state_of(1))
 
-        def none(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        def none(nbytes: int, dtype: torch.dtype, **_: Any) -> torch.Tensor:
             if nbytes:
                 raise RuntimeError("not enough memory: you tried to allocate")
             return torch.zeros(0, dtype=dtype)

@@ -28,6 +28,7 @@ def come(store: dist.Store, rank: int) -> Segment:
     """A rank that has introduced itself, in this very process."""
     own = segment.create(1 << 25, "a test")
     note = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id(), "cores": 2}
+    note["name"] = rank
     store.set(f"shm/{rank}", json.dumps(note))
     return own
 

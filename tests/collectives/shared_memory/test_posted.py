@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,7 +329,7 @@ class Engine:
     """As far as `Posted` needs one to settle who makes an item."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.board = rank, SimpleNamespace(names=range(2))
 
     def shape_word(self, *_: Any) -> int:
         return 0

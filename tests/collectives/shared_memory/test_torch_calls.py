@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 import imece
+from imece.collectives.fingerprint import describe
 from imece.collectives.shared_memory import board, reducing, shared_empty
 from imece.collectives.shared_memory.board import RING_PIECE_BYTES, RING_SLOTS
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -738,8 +739,9 @@ def test_nothing_with_a_stride_is_sent_and_a_message_is_known_by_its_tag() -> No
         alone.allgather([[torch.empty(0)]], [nothing])
         alone.all_to_all_single(torch.empty(0), nothing, [], [])
     receiving, _ = alone._receiving([0], torch.ones(3), 516816897)
-    assert str(receiving) == "recv from 0 of float32[3], tag 516816897"
-    assert str(alone._sending(0, torch.ones(3), 7)).endswith("float32[3], tag 7")
+    sending = alone._sending(0, torch.ones(3), 7)
+    said = [f"{describe(each.fingerprint)}, {each.which()}" for each in (receiving, sending)]
+    assert said == ["recv from 0 of float32[3], tag 516816897", "send of float32[3], tag 7"]
     alone.shutdown()
 
 
