@@ -317,7 +317,8 @@ def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str], tmp_pat
         assert sorted(content["ranks"]) == sorted(ranks.pids)
         assert any("all_reduce" in line for line in content["lines"])
         assert main(["doctor", "--attach"]) == 0
-        assert "all_reduce" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "all_reduce" in said and "\n  rank 1: " in said, "each rank has a line of its own"
     assert main(["doctor", "--attach", "1"]) == 2
     assert capsys.readouterr().err.startswith("imece: ")
 

@@ -362,7 +362,7 @@ def _attach(pid: int, as_json: bool) -> int:
         print("no rank of this user has made a collective on this host")
     else:
         for line in lines:
-            print(line)
+            print(line.replace("; ", "\n  "))  # a line each for what is said of a rank
     return 0
 
 

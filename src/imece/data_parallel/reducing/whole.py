@@ -106,9 +106,10 @@ class WholeGradients(Gradients):
     def _moved(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Slot]]:
         """(old view, slot) for views that were moved out of a bucket; each slot gets a view of the
         bucket again."""
-        if bucket.slots[0].view.data_ptr() == self._addresses[bucket.slots[0].index]:
+        slots = bucket.slots
+        if slots[0].view.data_ptr() == self._addresses[slots[0].index]:
             return
-        for slot in bucket.slots:
+        for slot in slots:
             moved, is_in_it = slot.view, slot.holds(slot.parameter.grad)
             self._view_again(slot)
             yield moved, slot
