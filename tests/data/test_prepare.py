@@ -41,9 +41,8 @@ def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
     decoded = [prepared.tokenizer.decode(part.document(0)[:-1].tolist()) for part in parts]
     assert all(text.startswith("some words ") for text in decoded)
     learned = "learning the tokenizer"
-    assert [what for what, _, _ in told].count(
-        learned
-    ) == 1  # so little is learned without a word before the end
+    # So little is learned without a word before the end.
+    assert sum(what == learned for what, _, _ in told) == 1
     assert {what for what, _, _ in told} == {learned, "making tokens of 41 files"}
     assert told[-1] == ("making tokens of 41 files", prepared.source_bytes + 1, prepared.source_bytes + 1)
     assert prepared.tokens.skipped_first == (

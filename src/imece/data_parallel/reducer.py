@@ -583,9 +583,9 @@ def _factor(number: float, dtype: torch.dtype) -> torch.Tensor | float:
     From a float, torch makes a tensor in each call, which takes as long as multiplying 8 elements, and then
     another one in `dtype`. For dtypes of fewer than 32 bits the factor stays a float, which it may not fit.
     """
-    return (
-        torch.tensor(number, dtype=dtype, device="cpu") if dtype in (torch.float32, torch.float64) else number
-    )
+    if dtype in (torch.float32, torch.float64):
+        return torch.tensor(number, dtype=dtype, device="cpu")
+    return number
 
 
 def _multiply(grad: torch.Tensor, factor: torch.Tensor | float, *, out: torch.Tensor) -> torch.Tensor:
