@@ -67,6 +67,17 @@ def test_an_interleaved_pipeline_has_whole_rounds_of_micro_batches() -> None:
     assert all(each.recipe.accumulation % each.parallel.pipeline == 0 for each in found)
 
 
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "expected"),
+    [(32, 4, {1, 2, 4, 8}), (126, 16, {1, 2, 4}), (126, 32, {1, 2}), (30, 8, {1, 2}), (31, 2, {1, 2, 4, 8})],
+)
+def test_layers_that_stages_cannot_share_evenly_are_interleaved_too(
+    layers: int, pipeline: int, expected: set[int]
+) -> None:
+    asked = question(8, 8, 1024, model=replace(SMALL, layers=layers), pipeline=pipeline)
+    assert {each.interleave for each in arrangements(asked)} == expected
+
+
 def test_long_sequences_are_shared() -> None:
     contexts = {each.context for each in arrangements(question(seq=32768))}
     assert contexts == {1, 2, 4, 8}

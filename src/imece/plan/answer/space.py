@@ -273,7 +273,13 @@ def _interleaves(question: Question, pipeline: int) -> list[int]:
     if question.interleave is not None:
         return [question.interleave] if pipeline * question.interleave <= question.model.layers else []
     layers = question.model.layers
-    return [1, *(n for n in range(2, _MOST_CHUNKS + 1) if layers % (pipeline * n) == 0)]
+
+    def most(chunks: int) -> int:
+        """Layers of the largest stage."""
+        return chunks * -(-layers // (pipeline * chunks))
+
+    # Chunks need not be equal: with 126 layers, 16 stages have 7 or 8 each, in one chunk or in 4 of 1 or 2.
+    return [1, *(n for n in range(2, min(_MOST_CHUNKS, layers // pipeline) + 1) if most(n) == most(1))]
 
 
 def _strategies(question: Question, tensor: int, ranks: int) -> Iterator[tuple[Strategy, int]]:
