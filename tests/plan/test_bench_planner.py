@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 
 from imece.bench.planner import page as planner_page
@@ -87,9 +88,16 @@ def test_page_has_targets_tables_and_picture(tmp_path: Path) -> None:
     assert "met     vtrain, one host" in text and "row 1: 20 s, not 24" in text
 
 
-def test_picture_is_a_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tables", "panels"), [(1, 1), (2, 2), (4, 3)])
+def test_the_picture_is_as_wide_as_its_tables(tables: int, panels: int, tmp_path: Path) -> None:
     rows = [(float(n), n * 1.1) for n in range(1, 7)]
-    planner_plot.draw([table_of("vtrain", *rows), table_of("small", (1, 1))], tmp_path / "plot.png")
+    shown = [table_of(f"table {n}", *rows) for n in range(tables)]
+    planner_plot.draw([*shown, table_of("small", (1, 1))], tmp_path / "plot.png")
+    assert matplotlib.image.imread(tmp_path / "plot.png").shape[1] == 420 * panels
+
+
+def test_a_small_table_alone_has_a_picture(tmp_path: Path) -> None:
+    planner_plot.draw([table_of("small", (1, 1))], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

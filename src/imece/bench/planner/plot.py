@@ -20,13 +20,14 @@ _MANY = 60  # rows of a table whose points would cover each other
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
-    """Write a PNG. Tables with fewer than five rows are left out: a line of text shows as much."""
+    """Write a PNG. Beside others a table with fewer than five rows is left out: a line of text shows as much."""
     from matplotlib.figure import Figure
 
-    shown = [table for table in tables if len(table.rows) >= 5]
-    rows = -(-len(shown) // _COLUMNS)
-    figure = Figure(figsize=(4.2 * _COLUMNS, 0.9 + 3.7 * rows), layout="constrained")
-    grid = figure.subplots(rows, _COLUMNS, squeeze=False)
+    shown = [table for table in tables if len(table.rows) >= 5] or list(tables)
+    columns = min(_COLUMNS, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(4.2 * columns, 0.9 + 3.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for axes in list(grid.flat)[len(shown) :]:
         axes.set_visible(False)
     for axes, table in zip(grid.flat, shown, strict=False):
@@ -36,8 +37,9 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             named[label] = handle
     figure.legend(
-        list(named.values()), list(named), loc="outside lower center", ncols=4, fontsize=9, frameon=False
-    )
+        list(named.values()), list(named), loc="outside lower center", ncols=2 if columns == 1 else 4,
+        fontsize=9, frameon=False,
+    )  # fmt: skip
     figure.suptitle("The planner beside published measurements", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path, dpi=100)
