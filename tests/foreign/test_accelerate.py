@@ -177,6 +177,65 @@ def test_deepspeed_by_a_file_of_its_own(tmp_path: Path) -> None:
         imece.read_settings(file)
 
 
+def test_its_file_is_looked_for_where_one_is_and_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    content = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "conf/ds.json"}}
+    (tmp_path / "conf/acc.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "conf/ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    monkeypatch.chdir(tmp_path)
+    assert imece.read_settings("conf/acc.yaml").strategy == "zero1"
+    beside = tmp_path / "conf/conf"
+    beside.mkdir()
+    (beside / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    assert imece.read_settings("conf/acc.yaml").strategy == "zero1"  # as Accelerate
+    monkeypatch.chdir("/")
+    assert imece.read_settings(tmp_path / "conf/acc.yaml").strategy == "zero2"
+
+
+@pytest.mark.parametrize("auto", [{}, {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}])
+def test_its_precision_is_that_of_a_file_that_leaves_it_open(tmp_path: Path, auto: dict[str, Any]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **auto}))
+    few = {"deepspeed_config_file": str(tmp_path / "ds.json"), "gradient_clipping": 1.0}
+    found = of("DEEPSPEED", deepspeed_config=few, mixed_precision="bf16")
+    assert found.arguments()["precision"] == imece.MixedPrecision(torch.bfloat16, torch.bfloat16)
+    text = {each.name: each.text for each in found.values}
+    assert text["deepspeed_config.gradient_clipping"] == f"what {tmp_path}/ds.json says counts"
+
+
+def test_its_precision_beside_a_file_that_says_another(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 2, "bf16": {"enabled": True}}))
+    config = {"deepspeed_config_file": str(tmp_path / "ds.json")}
+    with pytest.raises(UserError, match=r"mixed_precision is fp16, and .*ds.json says bf16: choose one"):
+        of("DEEPSPEED", deepspeed_config=config, mixed_precision="fp16")
+    found = of("DEEPSPEED", deepspeed_config=config, mixed_precision="no")
+    assert found.dtype == "bf16"
+    assert {each.name: each.fate for each in found.values}["mixed_precision"] == "needless"
+
+
+def test_units_of_whole_parameters_are_not_taken() -> None:
+    sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}
+    found = of("FSDP", fsdp_config={"fsdp_sharding_strategy": "SHARD_GRAD_OP", **sized})
+    fates = {each.name: each.fate for each in found.values}
+    assert {fates[f"fsdp_config.{name}"] for name in sized} == {"needless"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fsdp_config: &a\n  fsdp_version: *a\n", "a section holds itself"),
+        ("num_processes: 2\nnum_processes: 4\n", "num_processes is there twice"),
+        ("fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n", "fsdp_version is there twice"),
+    ],
+)
+def test_yaml_that_says_no_one_thing(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "acc.yaml"
+    file.write_text(f"distributed_type: FSDP\n{text}")
+    with pytest.raises(UserError, match=f"acc.yaml: {said}"):
+        imece.read_settings(file)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

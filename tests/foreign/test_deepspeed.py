@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import imece
+from imece.cli.convert import script
 from imece.errors import UserError
 from imece.foreign.deepspeed import _USUAL
 from imece.foreign.settings import OptimizerSettings, ScalerSettings, ScheduleSettings, Settings
@@ -143,13 +144,28 @@ def test_offload(zero: dict[str, Any], offload: str | None) -> None:
         (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
             "bf16",
-            {"strategy": "zero2", "precision": imece.MixedPrecision(torch.bfloat16, torch.bfloat16)},
+            {"strategy": "zero2", "precision": imece.MixedPrecision(None, torch.bfloat16)},
         ),
     ],
 )
 def test_dtypes(content: dict[str, Any], dtype: str, arguments: dict[str, Any]) -> None:
     found = imece.read_settings({"zero_optimization": {"stage": 2}, **content})
     assert found.dtype == dtype and found.arguments() == arguments
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"torch_autocast": {"enabled": True}, "zero_optimization": {"stage": 2}}, "torch.autocast in bf16"),
+        ({"bf16": {"enabled": True}}, "torch.autocast in bf16"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "parameters in bf16"),
+    ],
+)
+def test_the_report_and_the_script_agree_on_autocast(content: dict[str, Any], said: str) -> None:
+    found = imece.read_settings(content)
+    assert said in next(each.text for each in found.values if each.name.endswith(".enabled"))
+    wanted = "# forward and loss in torch.autocast(mesh.device.type, torch.bfloat16)"
+    assert (wanted in script(found)) == (said == "torch.autocast in bf16")
 
 
 def test_bf16_on_the_wire_of_whole_models() -> None:

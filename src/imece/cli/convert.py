@@ -115,7 +115,7 @@ def script(settings: Settings) -> list[str]:
         shown.append("model, optimizer = imece.parallelize(")
         shown += [f"    {each}," for each in ("model, optimizer", *arguments)]
         shown.append(")")
-    if settings.dtype != "fp32" and not settings.is_sharded:
+    if settings.dtype != "fp32" and (settings.autocast or not settings.is_sharded):
         shown.append(f"# forward and loss in torch.autocast(mesh.device.type, torch.{TORCH[settings.dtype]})")
     if settings.dtype == "fp16":
         scaler = dataclasses.asdict(settings.scaler) if settings.scaler is not None else {}

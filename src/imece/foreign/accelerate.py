@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
 from imece.foreign import deepspeed
-from imece.foreign.reading import Reading, Value, from_json
+from imece.foreign.reading import AUTO, Reading, Value, from_json
 from imece.foreign.settings import Dtype, Settings
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU")
@@ -62,6 +63,10 @@ _LEFT = {
     "deepspeed_config.offload_optimizer_nvme_path": "nothing is swapped to NVMe",
     "deepspeed_config.offload_param_nvme_path": "nothing is swapped to NVMe",
 }
+_FEW = (
+    "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps",
+    "gradient_clipping",
+)  # fmt: skip
 _KNOWN = ("compute_environment", "distributed_type", "mixed_precision", "num_processes", "num_machines")
 
 
@@ -92,10 +97,6 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
     found["dtype"] = _DTYPES.get(word)
     if found["dtype"] is None:
         raise values.wrong("mixed_precision", "no, fp16, bf16 or fp8")
-    values.take(
-        "mixed_precision",
-        "no mixed precision" if word == "no" else f"products in {found['dtype']}",
-    )
     found |= _places(values)
     nested: tuple[Value, ...] = ()
     if kind == "FSDP":
@@ -106,6 +107,7 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
         names = (
             "strategy",
             "dtype",
+            "autocast",
             "reduce",
             "offload",
             "micro_batch",
@@ -117,6 +119,7 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
         found |= {name: getattr(by_deepspeed, name) for name in (*names, "optimizer", "schedule")}
     elif kind not in _PLAIN:
         raise values.wrong("distributed_type", f"one of {', '.join(_PLAIN)}, FSDP or DEEPSPEED")
+    values.take("mixed_precision", "no mixed precision" if word == "no" else f"products in {found['dtype']}")
     values.take("distributed_type", f'strategy "{found.get("strategy", "replicate")}"')
     if _word(values, "dynamo_config.dynamo_backend") != "no":
         found["compile"] = True
@@ -172,6 +175,8 @@ def _fsdp(values: Reading, hosts: int) -> dict[str, Any]:
     policy = f"{section}fsdp_auto_wrap_policy"
     wrap = values.word(policy) or ""
     classes, least = f"{section}fsdp_transformer_layer_cls_to_wrap", f"{section}fsdp_min_num_params"
+    if strategy not in ("zero3", "hybrid"):
+        values.needless([policy, classes, least], "nothing is gathered by units")
     names, elements = values.word(classes), values.whole(least)
     if wrap == "SIZE_BASED_WRAP" and elements:
         found["unit_elements"] = elements
@@ -191,7 +196,9 @@ def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype:
     section = "deepspeed_config."
     named = values.word(f"{section}deepspeed_config_file")
     if named is not None:
-        path = Path(file).parent / named
+        path, beside = Path(named), Path(file).parent / named
+        if beside.exists() and not path.exists():  # Accelerate looks from where it is started
+            path = beside
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
@@ -202,7 +209,18 @@ def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype:
         if not isinstance(inner, dict):
             raise UserError(f"{path}, which {file} names: not a configuration of DeepSpeed's")
         values.take(f"{section}deepspeed_config_file", "read as well, below")
-        return deepspeed.read(inner, str(path), ranks, hosts)
+        values.leave([f"{section}{key}" for key in _FEW], f"what {named} says counts")
+        found = deepspeed.read(inner, str(path), ranks, hosts)
+        if dtype == "fp32":
+            values.needless("mixed_precision", f"what {named} says counts")
+        elif found.dtype != dtype:
+            says = {each.name: each.value for each in found.values}.get(f"{dtype}.enabled", AUTO)
+            if says != AUTO or found.dtype != "fp32":
+                raise UserError(
+                    f"{file}: mixed_precision is {dtype}, and {path} says {found.dtype}: choose one"
+                )
+            return dataclasses.replace(found, dtype=dtype)
+        return found
     stage = values.whole(f"{section}zero_stage")
     own: dict[str, Any] = {"zero_optimization": {"stage": 2 if stage is None else stage}}
     values.take(f"{section}zero_stage", "as zero_optimization.stage, below")

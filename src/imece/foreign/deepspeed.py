@@ -151,7 +151,7 @@ def read(
     values = Reading(content, file)
     strategy, hosts = _strategy(values, ranks, hosts)
     scaler = _scaler(values)
-    dtype, reduce = _dtypes(values)
+    dtype, autocast, reduce = _dtypes(values, strategy)
     offload = _offload(values, strategy)
     micro, accumulation, batch = _batch(values, ranks)
     clip = values.number("gradient_clipping")
@@ -166,7 +166,7 @@ def read(
     for key, text in _NOT_HERE.items():
         values.leave(key, text)
     return Settings(
-        file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, reduce, offload,
+        file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, autocast, reduce, offload,
         micro_batch=micro, accumulation=accumulation, global_batch=batch, clip=clip, scaler=scaler,
         optimizer=optimizer, schedule=schedule, ranks=ranks, hosts=hosts, host_rank=0 if hosts > 1 else None,
     )  # fmt: skip
@@ -204,14 +204,18 @@ def _strategy(values: Reading, ranks: int | None, hosts: int | None) -> tuple[st
     return strategy, hosts or 1
 
 
-def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
-    """(dtype of products and parameters, dtype of gradients while they are summed)."""
+def _dtypes(values: Reading, strategy: str) -> tuple[Dtype, bool, Dtype | None]:
+    """(dtype of products and parameters, whether of products alone, dtype of gradients while they are
+    summed)."""
     on: list[Dtype] = []
     for section, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         if values.flag(f"{section}.enabled"):
             on.append(_DTYPES[dtype])
             loop = "; in your loop imece.GradScaler" if dtype == "fp16" else ""
-            values.take(f"{section}.enabled", f"parameters in {dtype}, their masters in fp32{loop}")
+            what = f"parameters in {dtype}, their masters in fp32"
+            if strategy == "replicate":
+                what = f"torch.autocast in {dtype} around forward"
+            values.take(f"{section}.enabled", f"{what}{loop}")
         values.needless(f"{section}.enabled", "not asked for")
     for key, text in _OWN_DTYPES.items():
         values.leave(key, text)
@@ -221,7 +225,8 @@ def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
     cast = _DTYPES.get((word or "bfloat16").removeprefix("torch."))
     if cast is None:
         raise values.wrong(name, "bfloat16 or float16")
-    if values.flag("torch_autocast.enabled"):
+    autocast = bool(values.flag("torch_autocast.enabled"))
+    if autocast:
         on.append(cast)
         values.take("torch_autocast.enabled", f"torch.autocast in {cast} around forward")
         values.take(name, f"torch.autocast in {cast} around forward")
@@ -234,7 +239,7 @@ def _dtypes(values: Reading) -> tuple[Dtype, Dtype | None]:
     if word is not None and reduce is None:
         raise values.wrong(name, "fp32, bf16 or fp16")
     values.take(name, f"gradients are summed in {reduce}")
-    return (on[0] if on else "fp32"), reduce
+    return (on[0] if on else "fp32"), autocast, reduce
 
 
 def _scaler(values: Reading) -> ScalerSettings | None:

@@ -59,7 +59,18 @@ def _yaml(path: Path, text: str) -> Any:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise UserError(f"{path}: YAML is read by PyYAML: pip install pyyaml") from None
+
+    class EachOnce(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a mapping that has a key twice, of which YAML would take the last."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise UserError(f"{path}: {twice[0]} is there twice: take one out")
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, EachOnce)
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from None

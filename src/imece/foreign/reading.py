@@ -43,7 +43,10 @@ class Reading:
     def __init__(self, content: Mapping[str, Any], file: str) -> None:
         self.file = file
         self.values: list[Value] = []
-        self._open = _flat(content)
+        try:
+            self._open = _flat(content)
+        except RecursionError:
+            raise UserError(f"{file}: a section holds itself, or lies too deep") from None
         self._order = list(self._open)
         self._known: list[str] = []
         self._autos = {name for name, value in self._open.items() if value == AUTO}

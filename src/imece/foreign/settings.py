@@ -63,6 +63,8 @@ class Settings:
     strategy: str = "replicate"
     dtype: Dtype = "fp32"
     """Dtype of products, and under a sharded strategy of the parameters that forward uses."""
+    autocast: bool = False
+    """Whether `dtype` is that of torch.autocast, and parameters stay as they are."""
     reduce: Dtype | None = None
     """Dtype of gradients while they are summed; None: that of the parameters."""
     offload: Literal["optimizer", "parameters"] | None = None
@@ -114,7 +116,7 @@ class Settings:
 
         found: dict[str, Any] = {"strategy": self.strategy}
         if self.is_sharded and (self.dtype != "fp32" or self.reduce not in (None, "fp32")):
-            param = None if self.dtype == "fp32" else getattr(torch, TORCH[self.dtype])
+            param = None if self.dtype == "fp32" or self.autocast else getattr(torch, TORCH[self.dtype])
             found["precision"] = MixedPrecision(param, getattr(torch, TORCH[self.reduce or self.dtype]))
         elif not self.is_sharded and self.reduce == "bf16":
             found["wire"] = "bf16"
