@@ -20,7 +20,7 @@ _MANY = 60  # rows of a table whose points would cover each other
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
-    """Write a PNG. Beside others a table with fewer than five rows is left out: a line of text shows as much."""
+    """Write a PNG. Beside others a table with fewer than five rows is left out: a line shows as much."""
     from matplotlib.figure import Figure
 
     shown = [table for table in tables if len(table.rows) >= 5] or list(tables)
