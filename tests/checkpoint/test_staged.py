@@ -148,6 +148,28 @@ def go_on(axes: dict[str, int], schedule: str, strategy: str, folders: list[str]
     return len(folders)
 
 
+def group_of_the_last_stage(folder: str) -> None:
+    """Only the last layer's bias is in a group of its own."""
+    mesh = imece.init({"pipeline": 2})
+    pipeline = imece.Pipeline(counted(), mesh, micro_batches=2, loss=nn.functional.mse_loss)
+    named = dict(pipeline.part.named_parameters())
+    alone = {name: each for name, each in named.items() if name == "3.layer.bias"}
+    groups = [{"params": [named[name] for name in named if name not in alone]}, {"params": [*alone.values()]}]
+    part, optimizer = imece.parallelize(pipeline.part, AdamW(groups, lr=0.1), "replicate", mesh)
+    state = TrainingState(part, optimizer)
+    optimizer.param_groups[1]["lr"] = LR
+    assert write(state, mesh, folder)
+    optimizer.param_groups[1]["lr"] = 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        state.load(open_checkpoint(step_folder(Path(folder), BEFORE)))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, LR]
+
+
+def test_a_stage_has_no_parameter_of_a_group(tmp_path: Path) -> None:
+    run_ranks(group_of_the_last_stage, 2, args=[str(tmp_path)], backend=None)
+
+
 def counted(layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*(Counted() for _ in range(layers)))
 

@@ -67,6 +67,7 @@ class Numbers:
             )
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
+        """Each group with the name that it goes by, also one of which this stage has no parameter."""
         groups: list[dict[str, Any]] = []
         found: list[str | None] = []
         places = {id(each): at for at, each in enumerate(self._names)}
@@ -77,8 +78,4 @@ class Numbers:
                 found.append(names[min(of)] if of else None)
                 groups.append(group)
         of_model = names_of_groups(found, self._place) if self._place is not None else found
-        return [
-            (name, group)
-            for name, own, group in zip(of_model, found, groups, strict=True)
-            if name is not None and own is not None
-        ]
+        return [(name, group) for name, group in zip(of_model, groups, strict=True) if name is not None]
