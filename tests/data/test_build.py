@@ -167,14 +167,15 @@ def test_parts_that_would_be_empty(tmp_path: Path) -> None:
     tokens = build(*arguments, share=0)
     assert (tokens.train.documents, tokens.validation.documents) == (1, 0)
     assert len(tokens.validation.tokens) == 0
-    assert f"{tmp_path / 'b.txt'}: no text in 1 file: name others" == mistake(
+    why = "b.txt: not UTF-8 at byte 0: convert it with iconv"
+    assert f"{tmp_path / 'b.txt'}: no text in 1 file ({why}): name others" == mistake(
         build, arguments[0], [tmp_path / "b.txt"], *arguments[2:], share=0
     )
     for share in (1, -0.1, float("nan")):
         assert f"a held-out share of {share}" in mistake(build, *arguments, share=share)
     skipped = build(arguments[0], [tmp_path / "a.txt", tmp_path / "b.txt"], *arguments[2:], share=0)
     assert (skipped.skipped, skipped.skipped_bytes) == (1, 1)
-    assert skipped.skipped_first == ("b.txt: not UTF-8 at byte 0: convert it with iconv",)
+    assert skipped.skipped_first == (why,)
 
 
 def test_a_bad_line_leaves_the_old_files(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
     why = "a NUL at byte 0, so not text: name text files only"
     left_out = [*(f"left out: {name}.txt: {why}" for name in "bcd"), "left out: 2 more"]
     assert told(0.01) == (
-        f"{tmp_path}: 1 file, 10.3 kB, 10.3k tokens (97.1 % of them held out), 5 that are not text left out",
+        f"{tmp_path}: 1 file, 10.3 kB, 10.3k tokens (97.1 % of them held out), 5 files left out as not text",
         [
             *left_out,
             "warning: 97.1 % of the text is held out for validation, --data.held-out asks for 1 %: documents "
@@ -150,5 +150,5 @@ def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
     assert told(0.5)[1] == told(0)[1] == left_out
     for file in tmp_path.glob("*.*"):
         file.unlink()
-    gone = f"{tmp_path}: gone, its tokens as they were made, 10.3k tokens (0 % of them held out), 5 that"
+    gone = f"{tmp_path}: gone, its tokens as they were made, 10.3k tokens (0 % of them held out), 5 files"
     assert told(0)[0].startswith(gone)

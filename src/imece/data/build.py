@@ -171,7 +171,7 @@ def _build(
                 done += text_bytes
             progress(min(done, total), total)  # a table's text may be larger than its file
         progress(total, total)
-        _check_parts(train, validation, share, files)
+        _check_parts(train, validation, share, files, skipped)
         for writer in (train, validation):
             writer.finish()
     # From here on the old files are replaced one by one, so they must not pass for a set.
@@ -199,11 +199,18 @@ def _first_few(skipped: Mapping[Path, str], root: str) -> list[str]:
     return [f"{os.path.relpath(path, root)}: {why_not}" for path, why_not in some]
 
 
-def _check_parts(train: _PartWriter, validation: _PartWriter, share: float, files: Sequence[Path]) -> None:
+def _check_parts(
+    train: _PartWriter,
+    validation: _PartWriter,
+    share: float,
+    files: Sequence[Path],
+    skipped: Mapping[Path, str],
+) -> None:
     number = train.documents + validation.documents
     name = files[0] if len(files) == 1 else common_folder(files)
     if not number:
-        raise UserError(f"{name}: no text in {many(len(files), 'file')}: name others")
+        why = f" ({'; '.join(_first_few(skipped, common_folder(files)))})" if skipped else ""
+        raise UserError(f"{name}: no text in {many(len(files), 'file')}{why}: name others")
     if number == 1 and validation.documents:
         raise UserError(
             f"{name} holds one document, of {validation.text_bytes:,} bytes, and it is held out for "

@@ -285,7 +285,9 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     """The text in one line."""
     name = some(config.data.paths, _NAMED) or "Python standard library"  # a shell's pattern may name many
     tokens = _tokens(prepared)
-    skipped = f", {prepared.tokens.skipped} that are not text left out" if prepared.tokens.skipped else ""
+    skipped = (
+        f", {many(prepared.tokens.skipped, 'file')} left out as not text" if prepared.tokens.skipped else ""
+    )
     runs = prepared.run_folders
     left_out = f", {many(runs, 'run folder')} left out" if runs else ""
     files = f"{many(prepared.files, 'file')}, {megabytes(prepared.source_bytes)}"
