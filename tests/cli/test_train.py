@@ -250,7 +250,7 @@ def test_texts_are_found_from_any_folder(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
     names, more = ("a.jsonl", "*.jsonl", "~/a.jsonl", "."), "--data.folder=shared"
-    assert main(["train", *options(tmp_path, "run"), "--data", *names, more]) == 0
+    assert main(["train", *options(tmp_path, "run", "--data", *names, more)]) == 0
     given, kept, tokens = train.read_config(["--data", *names, more]).data, run.config().data, files(home)
     a = str(home / "a.jsonl")
     assert kept.paths == (a, f"{tmp_path}/[[]home]/*.jsonl", a, str(home))
@@ -313,7 +313,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--ranks=13"], r"--ranks 13 are more than the 12 sequences of a step: at most 12 ranks, or"),
         (
             ["--batch.sequences=2000"],
-            r"the train part holds \d+ tokens, but a step reads 2000 sequences x 16 ",
+            r"the train part holds [\d,]+ tokens, but a step reads 2,000 sequences x 16 ",
         ),
         (["--data={tmp}/none.txt"], r"none\.txt: no such file or folder: check the path"),
         (["--data={tmp}/*.none"], r"\*\.none: no file matches this pattern"),
@@ -331,6 +331,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--run", ""], "^--run is empty: give it a name, or leave it out$"),
         (["--from", "", "--steps=5"], "^--from is empty: give it a name, or leave it out$"),
         (["--model.weights="], r"^--model\.weights is empty: give it a name, or leave it out$"),
+        (["--data", "a", "--data=b"], "^--data is given twice: give all names behind one of them$"),
         (["--data"], "^--data is empty: give it a name, or leave it out$"),
         (["--data.paths", "--steps=5"], r"^--data\.paths is empty: give it a name, or leave it out$"),
         (["--run={tmp}/empty.txt"], r"empty\.txt is a file: name a folder with --run"),
@@ -355,9 +356,9 @@ def test_mistakes_leave_nothing(
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "binary.txt").write_bytes(b"abc\0")
     (tmp_path / "latin.txt").write_bytes(b"f\xfcr")
-    usual = options(tmp_path, "runs/run")
+    given = options(tmp_path, "runs/run", *(word.format(tmp=tmp_path) for word in words))
     before = files(tmp_path)
-    assert re.search(said, mistake(*usual, *(word.format(tmp=tmp_path) for word in words)))
+    assert re.search(said, mistake(*given))
     assert files(tmp_path) == before and not (tmp_path / "runs").exists()
 
 
@@ -383,13 +384,19 @@ def test_mistakes_in_a_file(
     assert files(tmp_path) == {"a.toml": content}
 
 
-def test_files_that_are_none(tmp_path: Path, mistake: Callable[..., str]) -> None:
+def test_files_that_are_none(
+    tmp_path: Path, mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert mistake(tmp_path / "none.toml").endswith(
         "cannot be read (No such file or directory): name a TOML file, or none"
     )
-    assert mistake(tmp_path).endswith(f"is a folder: to go on with a run say imece train --run {tmp_path}")
-    (tmp_path / "a b").mkdir()
-    assert mistake(tmp_path / "a b").endswith(f"say imece train --run '{tmp_path}/a b'")
+    Path("notes").mkdir()
+    Path("a b").mkdir()
+    Path("a b/config.toml").touch()
+    for name in ("notes", "Book.TXT"):
+        assert mistake(name) == f"{name} is no config file: to train on it say imece train --data {name}"
+    assert mistake("a b") == "a b is no config file: to go on with this run say imece train --run 'a b'"
     assert mistake("x" * 300).endswith("cannot be read (File name too long): name a TOML file, or none")
 
 

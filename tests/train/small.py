@@ -23,8 +23,9 @@ def write_text(path: Path, documents: int = 40, seed: int = 0) -> Path:
 
 
 def options(tmp_path: Path, run: str = "run", *more: str) -> list[str]:
-    """For `imece train`, with the run folder tmp_path/run and a text beside it."""
+    """For `imece train`, with the run folder tmp_path/run and a text beside it, unless `more` names texts."""
     text = tmp_path / "text.jsonl"
     if not text.exists():
         write_text(text)
-    return [*OPTIONS, f"--data={text}", f"--run={tmp_path / run}", *more]
+    own = [] if any(word.split("=")[0] == "--data" for word in more) else [f"--data={text}"]
+    return [*OPTIONS, *own, f"--run={tmp_path / run}", *more]

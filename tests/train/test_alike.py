@@ -42,7 +42,9 @@ def starts(cases: list[str], folder: str) -> list[list[Any]]:
         if odd and case.startswith("--"):
             words.append(case)
         elif odd and case == "another text":
-            words.append(f"--data={write_text(path / 'other.jsonl', seed=5)}")
+            words = options(
+                path, f"run-{number}", "--steps=2", f"--data={write_text(path / 'other.jsonl', seed=5)}"
+            )
         elif odd and case == "another torch":
             instead = mock.patch("torch.__version__", "0.0.1")
         elif odd and case == "another source":

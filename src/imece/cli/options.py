@@ -87,12 +87,16 @@ def parse(
 
 def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
     """UserError if one of these options, which name files or folders, has an empty value, as from an unset
-    shell variable: the command would then work on something else."""
+    shell variable, or if texts are named twice, of which only the last would count: the command would then
+    work on something else."""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, given, value = word.partition("=")
         named = value if given else following
         if option in options and (not named or named.startswith("--")):
             raise UserError(f"{option} is empty: give it a name, or leave it out")
+    texts = [option for word in argv if (option := word.partition("=")[0]) in ("--data", "--data.paths")]
+    if len(texts) > 1:
+        raise UserError(f"{texts[-1]} is given twice: give all names behind one of them")
 
 
 def _optional(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:

@@ -15,6 +15,8 @@ from rich.table import Column
 
 from imece.checkpoint.load import all_steps
 from imece.cli.options import check_named, parse
+from imece.data.corpus import suffix_of
+from imece.data.sources import SUFFIXES
 from imece.errors import UserError
 from imece.launch.generations import Limits
 from imece.launch.local import launch
@@ -84,8 +86,10 @@ def read_config(words: list[str]) -> TrainConfig:
     lies in. A run's own file means that run, wherever it was moved and wherever the command is started.
     """
     file = Path(words.pop(0)) if words and not words[0].startswith("-") else None
-    if file is not None and os.path.isdir(file):
-        raise UserError(f"{file} is a folder: to go on with a run say {PROG} --run {as_argument(file)}")
+    if file is not None and (os.path.isdir(file) or suffix_of(file) in SUFFIXES):
+        is_run = os.path.lexists(RunFolder(file).config_file)
+        how = f"to go on with this run say {PROG} --run" if is_run else f"to train on it say {PROG} --data"
+        raise UserError(f"{file} is no config file: {how} {as_argument(file)}")
     check_named(words, _NAMING)
     try:
         config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file), others=[_PRINT])

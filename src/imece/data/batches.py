@@ -52,8 +52,8 @@ class Batches:
         self.tokens_per_step = seq * global_batch
         if self.tokens_per_epoch < self.tokens_per_step:
             raise UserError(
-                f"the {part.name} part holds {self.tokens_per_epoch} tokens, but a step reads "
-                f"{global_batch} sequences x {seq} tokens = {self.tokens_per_step}: "
+                f"the {part.name} part holds {self.tokens_per_epoch:,} tokens, but a step reads "
+                f"{global_batch:,} sequences x {seq:,} tokens = {self.tokens_per_step:,}: "
                 "give more text, or make the batch or the sequences smaller"
             )
         self._windows_per_stretch = self.tokens_per_epoch // seq
