@@ -13,6 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import imece
+from imece.data_parallel.compiled import waits_before_compiled
+from tests.dropped import left_of
 from tests.ranks import run_ranks
 
 LAYERS = 3
@@ -126,6 +128,18 @@ def test_gradients_of_a_block_leave_when_it_is_over() -> None:
     assert blocks == (1, LAYERS)
     whole = gone_before_the_first(lambda m, b: m.compile(backend=b.compile))
     assert whole == (1, 1), "compiled as a whole, all of backward is over before the first gradient leaves"
+
+
+@pytest.mark.parametrize("block", [Block, lambda: nn.Linear(8, 8)], ids=["a block", "torch's own class"])
+def test_a_dropped_model_gives_its_memory_back(block: Callable[[], nn.Module]) -> None:
+    def trained() -> list[Any]:
+        model = nn.Sequential(*(block() for _ in range(LAYERS)))
+        imece.compile_blocks(model, backend="eager")
+        assert waits_before_compiled(model)
+        model(torch.randn(2, 8)).sum().backward()
+        return [*model.modules(), *model.parameters()]
+
+    assert left_of(trained) == []
 
 
 def test_a_copy_is_not_compiled() -> None:

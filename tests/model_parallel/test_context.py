@@ -22,6 +22,7 @@ from imece.model_parallel.context import ContextParallel
 from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
+from tests.dropped import left_of
 from tests.ranks import run_ranks
 
 CONFIG = TransformerConfig(
@@ -222,6 +223,25 @@ def test_what_the_mode_reaches() -> None:
         assert found["outside"] > 0.1 and found["compiled"] < EXACT
         assert found["narrow"][0] == "torch.bfloat16" and found["narrow"][1] < 0.02
         assert max(found["recomputed"]) < EXACT and len(found["recomputed"]) == 5
+
+
+def dropped() -> None:
+    """Its group is free, and a group keeps connections open."""
+    mesh = imece.init({"context": 2})
+
+    def attended() -> list[Any]:
+        context = imece.ContextParallel(mesh)
+        tokens = context.part(batch_of(0)[0])
+        model = model_of()
+        with context:
+            model(tokens, positions=context.positions(LENGTH)).square().sum().backward()
+        return [context, *model.parameters()]
+
+    assert left_of(attended) == []
+
+
+def test_a_dropped_one_is_gone() -> None:
+    run_ranks(dropped, 2, backend=None)
 
 
 def without_the_ring() -> list[float]:

@@ -28,6 +28,7 @@ from imece.model_parallel.divided import divided_parameters
 from imece.model_parallel.shared import Shared
 from imece.models.transformer import Transformer
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
+from tests.dropped import left_of
 from tests.model_parallel.test_cutting import config
 from tests.ranks import run_ranks
 
@@ -561,6 +562,25 @@ def on_one_rank() -> list[float]:
 def test_stages_of_one_rank() -> None:
     (found,) = run_ranks(on_one_rank, 1, backend=None)
     assert len(found) == 4 and found == pytest.approx([found[-1]] * 4, abs=EXACT)
+
+
+def dropped() -> None:
+    mesh = imece.init({"pipeline": 2})
+
+    def trained() -> list[Any]:
+        model = transformer()
+        pipeline = Pipeline(model, mesh, micro_batches=2, loss=imece.cross_entropy)
+        part, optimizer = parallelize(pipeline.part, AdamW, "zero1", mesh)
+        pipeline.step(*tokens_of(0, BATCH))
+        optimizer.step()
+        pipeline.evaluate(*tokens_of(0, BATCH))
+        return [pipeline, part, optimizer, *model.modules(), *pipeline.part.parameters()]
+
+    assert left_of(trained) == []
+
+
+def test_a_dropped_pipeline_gives_its_memory_back() -> None:
+    run_ranks(dropped, 2, backend=None)
 
 
 def with_messages_in_another_group() -> tuple[float, list[bool]]:

@@ -22,6 +22,7 @@ from imece.model_parallel.divided import divided_parameters
 from imece.models.generate import generate
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import KVCache, Transformer
+from tests.dropped import left_of
 from tests.ranks import run_ranks
 
 EXACT = 1e-12
@@ -289,6 +290,24 @@ def used() -> None:
 
 def test_other_uses() -> None:
     run_ranks(used, 2)
+
+
+def dropped() -> None:
+    mesh = imece.init({"tensor": 2})
+
+    def trained() -> list[Any]:
+        model = imece.tensor_parallel(made(ours(TIED), seed=0), mesh)
+        wrapped, optimizer = imece.parallelize(model, torch.optim.AdamW, "zero1", mesh)
+        tokens, targets = batch(0)
+        imece.cross_entropy(wrapped(tokens), targets).backward()
+        optimizer.step()
+        return [*model.modules(), *model.parameters(), wrapped]
+
+    assert left_of(trained) == []
+
+
+def test_a_dropped_model_gives_its_memory_back() -> None:
+    run_ranks(dropped, 2, backend=None)
 
 
 def compiled() -> None:

@@ -8,6 +8,8 @@ once.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +52,10 @@ def compile_blocks(
 
 def _compile(module: nn.Module, **options: Any) -> None:
     if not module.forward.__module__.startswith("torch."):
-        module.compile(**options)
+        module._compiled_call_impl = _Call(module, torch.compile(nn.Module._call_impl, **options))
     else:  # torch.compile passes over such code, unless other code calls it
-        module._compiled_call_impl = _Compiled(module, torch.compile(_calling(module.forward), **options))
+        forward = torch.compile(_calling(type(module).forward), **options)
+        module._compiled_call_impl = _Compiled(module, forward)
 
 
 def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,19 +65,35 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Call:
+    """A module's compiled call, a function of the module and its inputs.
+
+    It refers to the module weakly, as torch's own does not: a dropped model, in a cycle with it, would keep
+    its memory until the garbage collector comes.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module, self._call = weakref.ref(module), call
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._call(self._module(), *inputs, **kwargs)
+
+
 class _Compiled:
     """A module's call with a compiled forward. Its hooks stay outside: they gather and free parameters."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
+        self._module, self._forward = weakref.ref(module), forward
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        own = self._module.__dict__
+        module = self._module()
+        assert module is not None
+        own = module.__dict__
         if "forward" in own:  # someone has replaced it since
-            return self._module._call_impl(*inputs, **kwargs)
-        own["forward"] = self._forward
+            return module._call_impl(*inputs, **kwargs)
+        own["forward"] = functools.partial(self._forward, module)
         try:
-            return self._module._call_impl(*inputs, **kwargs)
+            return module._call_impl(*inputs, **kwargs)
         finally:
             del own["forward"]
 
@@ -84,10 +103,12 @@ class _Waits:
     have come."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        self._module, self._call = module, call
+        self._module, self._call = weakref.ref(module), call
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        settle(self._module.parameters())
+        module = self._module()
+        assert module is not None
+        settle(module.parameters())
         return self._call(*inputs, **kwargs)
 
 

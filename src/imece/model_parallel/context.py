@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -62,12 +63,9 @@ class ContextParallel:
                 "and parts of sequences need them"
             )
         self.rank = mesh.coordinate("context")
-        # A single rank needs no group, and a group keeps connections open.
-        self._group = mesh.group("context") if self.ranks > 1 else None
         self._device = mesh.device
-        self._mode = _Mode(self._attend) if self.ranks > 1 else None
-        self._attended = False
-        self._given = ""  # content of the first tensor given to `part`, until the first attention compares it
+        # A single rank needs no group, and a group keeps connections open.
+        self._mode = _Mode(mesh.group("context"), mesh.device) if self.ranks > 1 else None
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """This rank's positions in a sequence of `length`: int64 [length / ranks], ascending.
@@ -85,11 +83,11 @@ class ContextParallel:
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's positions of a tensor that has all of them along `dim`. ValueError as from
         `positions`."""
-        if self.ranks == 1:
+        if self._mode is None:
             return tensor
         mine = self.positions(tensor.shape[dim], device=tensor.device)
-        if not self._given:  # only the first: later a loader may have read further ahead on one rank
-            self._given = content_of(plain_tensors(tensor))
+        if not self._mode.given:  # only the first: later a loader may have read further ahead on one rank
+            self._mode.given = content_of(plain_tensors(tensor))
         return tensor.index_select(dim, mine)
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -97,11 +95,11 @@ class ContextParallel:
 
         tensor: of the same shape on all ranks along the axis, which all call this.
         """
-        if self.ranks == 1:
+        if self._mode is None:
             return tensor.detach()
         mine = tensor.detach().movedim(dim, 0).contiguous()
         parts = mine.new_empty(self.ranks, *mine.shape)
-        all_gather(parts, mine, group=self._group, label="a sequence's parts")
+        all_gather(parts, mine, group=self._mode.group, label="a sequence's parts")
         first, second = parts.unflatten(1, (2, -1)).unbind(1)  # each [ranks, stretch, ...]
         return torch.cat((first, second.flip(0))).flatten(0, 1).movedim(0, dim)
 
@@ -116,46 +114,22 @@ class ContextParallel:
         if self._mode is None:
             return
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if kind is None and not self._attended:
+        if kind is None and not self._mode.attended:
             raise ValueError(
                 "no attention went round the ring: inside `with context` nothing called "
                 "F.scaled_dot_product_attention, so each rank's positions would see those of no other; a "
                 'model of transformers does with attn_implementation="sdpa"'
             )
 
-    @torch._disable_dynamo(recursive=True)  # torch.compile compiles the code around it
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Replaces F.scaled_dot_product_attention, with its parameters, and attends to the keys of all
-        ranks."""
-        _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        assert self._group is not None
-        if not self._attended:
-            self._attended = True
-            check_alike(self._given, self._group, self._device, "context")
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's
-            to = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(to), key.to(to), value.to(to)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        return ring_attention(query, key, value, self._group, causal=is_causal, scale=scale)
-
 
 class _Mode(TorchFunctionMode):
-    """Passes every call of torch's attention to `attend`."""
+    """Passes every call of torch's attention to `_attend`."""
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self._attend = attend
+        self.group, self._device = group, device
+        self.attended = False
+        self.given = ""  # content of the first tensor given to `part`, until the first attention compares it
 
     def __torch_function__(
         self,
@@ -180,6 +154,31 @@ class _Mode(TorchFunctionMode):
         if func is torch.autograd.backward or func is torch.autograd.grad:
             return self._go_back(func, args, options)
         return func(*args, **options)
+
+    @torch._disable_dynamo(recursive=True)  # torch.compile compiles the code around it
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Replaces F.scaled_dot_product_attention, with its parameters, and attends to the keys of all
+        ranks."""
+        _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        if not self.attended:
+            self.attended = True
+            check_alike(self.given, self.group, self._device, "context")
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's
+            to = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(to), key.to(to), value.to(to)
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        return ring_attention(query, key, value, self.group, causal=is_causal, scale=scale)
 
     def _go_back(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run backward with this mode active. torch runs a function that it hands to a mode without that

@@ -15,7 +15,8 @@ A module keeps its class and its names. The instance gets another forward, which
 
 from __future__ import annotations
 
-import types
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -115,8 +116,25 @@ def _tell_sizes(module: nn.Module, boundary: Boundary) -> None:
 
 
 def _bind(module: nn.Module, name: str, method: Forward) -> None:
-    """Replace a method of the instance by a bound method, so that a copy of the module gets its own."""
-    setattr(module, name, types.MethodType(method, module))
+    """Replace a method of the instance."""
+    setattr(module, name, _Bound(method, module))
+
+
+class _Bound:
+    """A method of one module. Like a bound method it becomes its copy's in a copy of the module, but it does
+    not keep the module: that would be a cycle, and a dropped model would keep its memory until the garbage
+    collector comes."""
+
+    def __init__(self, method: Forward, module: nn.Module) -> None:
+        self._method, self._module = method, weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._method(self._module(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Bound:
+        module = self._module()
+        assert module is not None
+        return _Bound(self._method, copy.deepcopy(module, memo))
 
 
 def _column(boundary: Boundary, forward: Forward) -> Forward:

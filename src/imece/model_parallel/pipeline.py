@@ -97,7 +97,10 @@ class Pipeline:
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
         self._began_trained = self._trained()
-        self._schedule_for = functools.lru_cache(_KEPT)(self._make_schedule)
+        # What is kept refers to this object weakly. In a cycle with it a dropped model would keep its memory
+        # until the garbage collector comes.
+        make = functools.partial(Pipeline._make_schedule, weakref.proxy(self))
+        self._schedule_for = functools.lru_cache(_KEPT)(make)
 
     def step(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
         """Run forward and backward of a batch, and sum the gradients over the data axes.
@@ -238,7 +241,10 @@ class Pipeline:
         cast: torch.dtype | None,
         train: bool,
     ) -> Any:
-        """The schedule for micro-batches of these shapes and dtypes, under this autocast."""
+        """The schedule for micro-batches of these shapes and dtypes, under this autocast.
+
+        self: a proxy, so what is made here may not take a bound method.
+        """
         from imece.model_parallel.stages import schedule_of, shapes
 
         inputs = tuple(
@@ -254,11 +260,11 @@ class Pipeline:
             {at: stages[at] for at in mine},
             along,
             self.micro_batches,
-            self._mean_loss,
+            lambda output, targets: self._mean_loss(output, targets),
             self.mesh.device,
             self._messages,
             self.marks,
-            self._before_last,
+            lambda stage: self._before_last(stage),
         )
 
     def _mean_loss(self, output: Any, targets: Tensor) -> Tensor:

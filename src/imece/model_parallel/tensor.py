@@ -140,24 +140,27 @@ def _check_dropout(model: nn.Module, group: dist.ProcessGroup, device: torch.dev
 def _watch_first(model: nn.Module, divided: list[str], boundary: Boundary | None) -> None:
     """Check in the first forward that layers are still where they were divided, and with a boundary that
     inputs are the same. A pipeline never calls the model's forward, only the embedding's."""
-    first = True
+    unseen = list(divided)
 
-    @torch._disable_dynamo(recursive=True)
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal first
-        if first:
-            first = False
-            for name in divided:
-                if not is_divided(inside := module.get_submodule(name)):
-                    raise UserError(
-                        f"{name} was divided along the axis tensor, and now is in a {type(inside).__name__}, "
-                        "which would add to a part of a layer what belongs to the whole: adapters (LoRA) do "
-                        "not go with tensor_parallel; merge them before it, or train them without"
-                    )
-        if boundary is not None:
-            boundary.check_same((args, kwargs))
+        _check_call(module, unseen, boundary, (args, kwargs))
 
     model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@torch._disable_dynamo(recursive=True)  # not of the closure above, which it would put into a cycle
+def _check_call(module: nn.Module, unseen: list[str], boundary: Boundary | None, given: Any) -> None:
+    """unseen: names of divided layers that no forward has looked at yet."""
+    for name in unseen:
+        if not is_divided(inside := module.get_submodule(name)):
+            raise UserError(
+                f"{name} was divided along the axis tensor, and now is in a {type(inside).__name__}, "
+                "which would add to a part of a layer what belongs to the whole: adapters (LoRA) do "
+                "not go with tensor_parallel; merge them before it, or train them without"
+            )
+    unseen.clear()
+    if boundary is not None:
+        boundary.check_same(given)
 
 
 def _refuse_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
