@@ -54,6 +54,27 @@ def test_a_schedule_that_has_no_room_for_gradients_is_the_reason() -> None:
     assert "whole, which needs 93.4 of 82.1 GB), 6 % faster, " in says
 
 
+_SUMS = "it keeps masters in sharded strategies alone, which sum gradients in the masters' dtype besides"
+
+
+@pytest.mark.parametrize("pins", [{"tensor": 8}, {"tensor": 4, "pipeline": 2}, {"pipeline": 8}])
+def test_a_strategy_over_one_rank_is_the_same_way(pins: dict[str, Any]) -> None:
+    told = found(ask(gpu="H100", **pins))  # masters need zero1, which shards nothing here
+    assert told.call is not None
+    text = told.call.text()
+    assert all(f'"{axis}": {size}' in text for axis, size in pins.items()) and 'strategy="zero1"' in text
+    assert told.says in ("", f"{told.call.candidate.needed / 1e9:.1f} GB a GPU in imece: {_SUMS}")
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_sums_for_which_there_is_no_room_are_the_reason(gpus: int) -> None:
+    pins = {"tensor": gpus} if gpus > 1 else {}
+    asked = ask(find_model("1.3b"), gpu="RTX-4090", gpus=gpus, batch=8, seq=2048, **pins)
+    room = int(1.02 * min(each.needed for each in settled(search(asked)).ranked))
+    asked = replace(asked, reserve=1 - room / asked.cluster.gpu.memory_bytes)
+    assert f"{_SUMS}, and that needs " in found(asked).says
+
+
 @pytest.mark.parametrize("pins", [{"tensor": 2, "pipeline": 1}, {"tensor": 1, "pipeline": 2}])
 def test_what_no_transformer_of_imece_is_is_not_divided(pins: dict[str, Any]) -> None:
     for model, divided in ((LLAMA_8B, True), (UNLIKE, False)):

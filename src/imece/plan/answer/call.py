@@ -23,6 +23,7 @@ from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
 _WHOLE = "the schedule of a pipeline keeps gradients whole"
+_SUMS = "it keeps masters in sharded strategies alone, which sum gradients in the masters' dtype besides"
 _MENTIONED = 10**7  # bytes, 0.01 GB: smaller gains are not mentioned
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
 _FP8 = (  # without the head, as usual: logits need the precision
@@ -196,16 +197,19 @@ def next_of(answer: Answer, precision: str) -> Next:
     ours, each = call.candidate, device(question.cluster)
     if _is_same(call, winner):
         is_as_large = gb(ours.needed) == gb(winner.needed)
-        return Next(call, "" if is_as_large else f"{gb(ours.needed)} GB a {each} in imece: {_WHOLE}")
+        why = _WHOLE if _keeps_gradients(winner.setup.parallel) else _SUMS
+        return Next(call, "" if is_as_large else f"{gb(ours.needed)} GB a {each} in imece: {why}")
     more = ours.seconds / winner.seconds - 1
     than = compared(more) if more else "as fast"
     return Next(call, f"{says}, {than}, {gb(ours.needed)} GB a {each}: {title(ours.setup)}")
 
 
 def _is_same(call: Call, winner: Candidate) -> bool:
-    """Whether ranks do the same work, whatever memory imece needs for it."""
+    """Whether ranks do the same work, whatever memory imece needs for it. A strategy of one rank shards
+    nothing, and its name is in no title."""
     ours, wanted = call.candidate.setup, winner.setup
-    return (ours.parallel, title(ours)) == (wanted.parallel, title(wanted))
+    parallel = replace(ours.parallel, strategy=wanted.parallel.strategy)
+    return (parallel, title(ours)) == (wanted.parallel, title(wanted))
 
 
 def _call_of(answer: Answer, precision: str) -> Call | None:
@@ -233,12 +237,18 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
         if candidate.needed > question.room_bytes:
             return None
     if parallel.strategy == "replicate" and (_has_masters(setup) or setup.recipe.offload):
-        if parallel.data > 1:
+        if parallel.data * parallel.context > 1:
             return None
-        candidate = judge(replace(setup, parallel=replace(parallel, strategy="zero1")), question.cluster)
+        candidate = _with_sums(setup, question)
         if candidate.needed > question.room_bytes:
             return None
     return candidate
+
+
+def _with_sums(setup: Setup, question: Question) -> Candidate:
+    """What replicates to nobody, as zero1, which may have masters."""
+    alone = replace(setup, parallel=replace(setup.parallel, strategy="zero1"))
+    return judge(alone, question.cluster)
 
 
 def _keeps_gradients(parallel: Parallel) -> bool:
@@ -256,7 +266,10 @@ def _why_not(winner: Candidate, question: Question) -> str:
     if _keeps_gradients(winner.setup.parallel):
         needed = _with_whole_gradients(winner.setup, question).needed
         return f"{_WHOLE}, which needs {gb(needed)} of {gb(question.room_bytes)} GB"
-    return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
+    if winner.setup.parallel.data * winner.setup.parallel.context > 1:
+        return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
+    needed = _with_sums(winner.setup, question).needed
+    return f"{_SUMS}, and that needs {gb(needed)} of {gb(question.room_bytes)} GB"
 
 
 def _divides_models(parallel: Parallel) -> bool:
