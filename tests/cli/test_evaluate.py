@@ -7,12 +7,14 @@ import math
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 from imece.cli.evaluate import measures
 from imece.cli.main import main
@@ -95,6 +97,19 @@ def test_other_text(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     content = found(capsys, str(trained_run), "--data", str(tmp_path / "b.jsonl"), "--field", "body")
     assert (content["documents"], content["tokens"]) == (2, 8)
     assert sorted(os.listdir(trained_run)) == before
+
+
+def test_a_terminal_shows_how_much_is_read(
+    trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["eval", str(trained_run)]) == 0
+    table = capsys.readouterr()
+    assert table.err == ""
+    monkeypatch.setattr("imece.cli.evaluate.Console", partial(Console, force_terminal=True))
+    assert main(["eval", str(trained_run)]) == 0
+    shown = capsys.readouterr()
+    tokens = len(open_tokens(trained_run / "tokens").validation.tokens)
+    assert shown.out == table.out and f"reading {tokens} tokens" in shown.err and "100%" in shown.err
 
 
 def test_files_that_are_not_text(

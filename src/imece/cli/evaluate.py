@@ -6,13 +6,17 @@ import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from imece.checkpoint.commit import METRIC_ON
 from imece.checkpoint.load import Saved
@@ -25,9 +29,9 @@ from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.listing import many
-from imece.observe.units import si
+from imece.observe.units import megabytes, si
 from imece.train.config import Dtype, TrainConfig
-from imece.train.evaluate import evaluate
+from imece.train.evaluate import evaluate, summed
 from imece.train.origin import sequence_length, trained_model
 from imece.train.precision import Precision, choose_precision
 from imece.train.run_folder import RunFolder, Which
@@ -72,7 +76,9 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = tokenizer_of(folder, saved)
     with _data(options, folder, config, tokenizer, saved) as (part, others):
         precision = _precision(config.compute.dtype, device)
-        nats, tokens = evaluate(model, part, sequence_length(config, model.config), _SEQUENCES, precision)
+        seq = sequence_length(config, model.config)
+        with _read(part, partial(summed, model, precision)) as each:
+            nats, tokens = evaluate(model, part, seq, _SEQUENCES, precision, nats=each)
         found: dict[str, Any] = {
             "run": options.run,
             "step": saved.step,
@@ -112,6 +118,24 @@ def _precision(asked: Dtype, device: torch.device) -> Precision:
         say(f"the run's fp16 needs a GPU: evaluated in {precision.name}")
         return precision
     return choose_precision(asked, device)
+
+
+@contextlib.contextmanager
+def _read(
+    part: Part, nats: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Yields `nats` so that a terminal shows how much of `part` it has read; the bar vanishes at the end."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task(f"reading {si(len(part.tokens))} tokens", total=len(part.tokens))
+
+        def counted(inputs: Tensor, targets: Tensor) -> Tensor:
+            found = nats(inputs, targets)
+            bars.advance(task, targets.numel())
+            return found
+
+        yield counted
 
 
 @contextlib.contextmanager
@@ -171,7 +195,7 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
     documents = many(found["documents"], "document")
     yield (
         f"{found['run']}, step {found['step']}, {found['precision']}, on {data}: {documents}, "
-        f"{si(found['bytes'])} bytes, {si(found['tokens'])} tokens"
+        f"{megabytes(found['bytes'])}, {si(found['tokens'])} tokens"
     )
     yield ""
     yield f"{'':<8}  {'nats a token':>12}  {'bits a byte':>11}  {'perplexity':>10}"
