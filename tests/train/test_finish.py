@@ -107,5 +107,7 @@ def test_so_many_tokens_as_the_header_writes_them() -> None:
     memory = asdict(Footprint(1, 1, 1, 1))
     ((_, line), *_) = _rows(summary | {"memory": memory}, True)
     assert line == "40 steps in 0:03, 41.0k tokens, 13,653 tokens/s"
+    ((_, line), *_) = _rows(summary | {"memory": memory, "seconds": 36_000.4}, True)
+    assert line.startswith("40 steps in 10:00:00, ")
     ((_, line), *_) = _rows(summary | {"memory": memory, "steps": 1}, True)
     assert line.startswith("1 step in 0:03, ")

@@ -19,7 +19,7 @@ from imece.listing import many
 from imece.models.generate import LogitsError, generate
 from imece.observe.report import write_loss_plot, write_report
 from imece.observe.run_files import CHECKPOINT, ENDED, as_argument
-from imece.observe.units import si
+from imece.observe.units import duration, si
 from imece.train.loop import Loop
 from imece.train.origin import trained_model
 from imece.train.prediction import compared, keep, measured
@@ -138,12 +138,11 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
 
 
 def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
-    minutes, seconds = divmod(round(summary["seconds"]), 60)
     steps = summary["steps"]
     rows = [
         (
             "done",
-            f"{many(steps, 'step')} in {minutes}:{seconds:02}, {si(summary['tokens'])} tokens, "
+            f"{many(steps, 'step')} in {duration(summary['seconds'])}, {si(summary['tokens'])} tokens, "
             f"{summary['tokens_per_s']:,.0f} tokens/s",
         )
     ]
