@@ -63,7 +63,7 @@ def damage(folder: str) -> None:
     assert said.startswith(
         f"{run / 'checkpoints'}: none of 3 checkpoints can be read ({step_12}/manifest.json: "
     )
-    assert said.endswith("to begin anew, name another folder with --run")
+    assert said.endswith("to begin anew, name another folder with --run") and "older checkpoint" not in said
     assert files(run) == before
 
 

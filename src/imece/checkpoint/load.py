@@ -33,6 +33,7 @@ from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
 from imece.writing import NOT_ALLOWED
 
+_ADVICE = ": use an older checkpoint"
 _CHUNK = 4 << 20  # elements read at a time
 _MOST_OPEN = 256  # at once, whatever the number of ranks: a process may often have 1024
 
@@ -277,7 +278,7 @@ def best(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
                 found.append((path, _manifest(path / MANIFEST)))
             except UserError as error:
                 if identity(path) is not None:  # else a job has just removed it
-                    damaged(str(error))
+                    damaged(what_is_wrong(error))
         return [path for path, _ in by_metric(found)]
 
     return first_whole(ranked, damaged)
@@ -302,7 +303,7 @@ def first_whole(
             except UserError as error:
                 if identity(path) != before or before is None:  # a job has just replaced or removed it
                     break
-                damaged(str(error))
+                damaged(what_is_wrong(error))
         else:
             return None
 
@@ -351,4 +352,9 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: damaged ({what}): use an older checkpoint")
+    return UserError(f"{path}: damaged ({what}){_ADVICE}")
+
+
+def what_is_wrong(error: UserError) -> str:
+    """For whoever looks for another checkpoint, and may find none: without the advice to use one."""
+    return str(error).removesuffix(_ADVICE)

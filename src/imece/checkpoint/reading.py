@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from imece.checkpoint import files
-from imece.checkpoint.load import Saved, first_whole, identity
+from imece.checkpoint.load import Saved, first_whole, identity, what_is_wrong
 from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_json
 from imece.errors import UserError
@@ -81,5 +81,5 @@ def _verdict(saved: Saved, seen: str, share: int, shares: int) -> str | None:
     try:
         saved.check(True, share, shares)
     except UserError as error:
-        return str(error) if saved.seen() == seen else _REPLACED
+        return what_is_wrong(error) if saved.seen() == seen else _REPLACED
     return None

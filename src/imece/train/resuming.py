@@ -29,9 +29,9 @@ def newest_for(
     def newest() -> Saved | None:
         damaged: list[str] = []
         saved = newest_of_all(folder.checkpoints, damaged.append, mesh.world_group, mesh.device)
-        for line in damaged if mesh.rank == 0 else ():  # all ranks see the same; one reports it
-            alarm(f"damaged, so an older checkpoint is used: {line}")
         if saved is not None:
+            for line in damaged if mesh.rank == 0 else ():  # all ranks see the same; one reports it
+                alarm(f"damaged, so an older checkpoint is used: {line}")
             check_of_run(saved, config, tokenizer)
         elif damaged:
             raise UserError(
