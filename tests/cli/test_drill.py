@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 
 from imece.cli.main import main
+from imece.launch import left_over
 from imece.launch.drill import Drill
 from imece.launch.drill_record import Fault, Plan, Record, hit, lines
 from imece.launch.left_over import Traces
@@ -130,6 +131,30 @@ def test_what_outlives_a_job_is_found(tmp_path: Path) -> None:
         file.unlink()
         sleeper.communicate(b"\n")
     assert traces.left() == []
+
+
+def test_files_of_other_programs_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = Traces()
+    used, gone = (Path(f"/dev/shm/imece-test-{what}-{os.getpid()}") for what in ("used", "gone"))
+    has_it_open = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", has_it_open, used], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    in_use = left_over._files_in_use
+
+    def meanwhile() -> set[str]:
+        gone.unlink(missing_ok=True)
+        return in_use()
+
+    monkeypatch.setattr(left_over, "_files_in_use", meanwhile)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+        gone.touch()
+        assert traces.left() == []
+    finally:
+        other.communicate(b"\n")
+        used.unlink()
+        gone.unlink(missing_ok=True)
 
 
 # What it makes of what it sees.

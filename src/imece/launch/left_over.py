@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -12,7 +13,7 @@ import psutil
 
 _MARK = "IMECE_MARK"
 _SHM = Path("/dev/shm")
-_ENDING_S = 1.0  # a process that was just killed may take a moment to go
+_ENDING_S = 1.0  # what was just killed, and what cleans up after it, may take a moment to go
 
 
 class Traces:
@@ -26,13 +27,16 @@ class Traces:
     def left(self) -> list[str]:
         """A few words for each process and file that is left."""
         until = time.monotonic() + _ENDING_S
-        while (found := list(self._processes())) and time.monotonic() < until:
+        while (found := [*self._processes(), *self._files()]) and time.monotonic() < until:
             time.sleep(0.05)
-        files = [name for name in _own_files() if name not in self._files_before]
-        if files:
-            used = _files_in_use()
-            found += [f"/dev/shm/{name}" for name in files if f"/dev/shm/{name}" not in used]
         return found
+
+    def _files(self) -> list[str]:
+        """New files that nobody uses. Other programs make some as well, and may just be done with them."""
+        files = [name for name in _own_files() if name not in self._files_before]
+        used = _files_in_use() if files else set()
+        unused = [_SHM / name for name in files if f"{_SHM}/{name}" not in used]
+        return [str(path) for path in unused if os.path.lexists(path)]  # not those that went meanwhile
 
     def _processes(self) -> Iterator[str]:
         for process in psutil.process_iter():
@@ -57,12 +61,13 @@ def _own_files() -> list[str]:
 
 
 def _files_in_use() -> set[str]:
-    """Names of files in /dev/shm that a process has mapped: those of programs that run at the same time."""
+    """Paths in /dev/shm that a process has mapped or open: those of programs that run at the same time."""
     used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            text = maps.read_text(errors="replace")
-        except OSError:
-            continue
-        used |= {line[line.index("/dev/shm/") :] for line in text.splitlines() if "/dev/shm/" in line}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            text = (process / "maps").read_text(errors="replace")
+            used |= {line[line.index("/dev/shm/") :] for line in text.splitlines() if "/dev/shm/" in line}
+            for each in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # it was closed
+                    used.add(os.readlink(each))
     return used
