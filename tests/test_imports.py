@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "writing": set(),
     "opening": set(),
     "heap": set(),
+    "trackers": set(),
     "connections": set(),
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
     "meeting": _RANKS - {"mesh"},
-    "mesh": _RANKS | {"meeting", "heap"},
+    "mesh": _RANKS | {"meeting", "heap", "trackers"},
     "collectives": _RANKS,
     "model_parallel": _RANKS | {"collectives", "models"},
     "data_parallel": _RANKS

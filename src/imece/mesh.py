@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from imece import connections, heap, status
+from imece import connections, heap, status, trackers
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
@@ -377,6 +377,8 @@ def init(
     _opened_with = asked
     if _open.device.type == "cpu":
         heap.keep_from_first_step()
+    if _open.world.member is not None:
+        trackers.outlive_launcher()
     atexit.register(_open.close)
     opened()
     return _open

@@ -277,6 +277,34 @@ time.sleep(1000)
     said = re.findall(r"there /(\S+) (\S+)", outcome.out)
     names = {name if number else f"sem.{name}" for each in said for number, name in enumerate(each)}
     assert len(names) in (2, 4), outcome.out  # the other rank may be ended before it says it
+    wait_until_gone(names)
+
+
+def test_nothing_in_dev_shm_outlives_a_killed_launcher(script: Script, tmp_path: Path) -> None:
+    text = f"""
+from imece import trackers
+trackers.outlive_launcher()
+import multiprocessing
+from multiprocessing import resource_tracker, shared_memory
+lock = multiprocessing.get_context("spawn").Lock()
+memory = shared_memory.SharedMemory(create=True, size=4096)
+assert os.getpgrp() == os.getpid()
+with open({str(tmp_path / "names")!r}, "a") as file:
+    file.write(f"sem.{{lock._semlock.name[1:]}} {{memory.name}} ")
+time.sleep(1000)
+"""
+    (tmp_path / "names").touch()
+    with Launcher("--ranks", "2", script(text)) as launcher:
+        while len(names := set((tmp_path / "names").read_text().split())) < 4:
+            time.sleep(0.01)
+        assert names <= set(os.listdir("/dev/shm"))
+        launcher.signal(signal.SIGKILL)
+        launcher.wait()
+    wait_until_gone(names)
+
+
+def wait_until_gone(names: set[str]) -> None:
+    """Nothing in /dev/shm has these names any more."""
     deadline = time.monotonic() + 20
     while left := names.intersection(os.listdir("/dev/shm")):
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"

@@ -240,8 +240,9 @@ def group_lives(group: int) -> bool:
 def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
     """Send a signal to the process group that `pid` leads: the rank and what it has started.
 
-    SIGKILL leaves Python's resource trackers alive. Without the rank and its workers they end by themselves,
-    and take out of /dev/shm what these have left: semaphores of a loader's workers, and shared memory.
+    SIGKILL leaves Python's resource trackers alive, if they are in the group (trackers.py). Without the rank
+    and its workers they end by themselves, and take out of /dev/shm what these have left: semaphores of a
+    loader's workers, and shared memory.
 
     `pid` must not have been reaped yet, or its number may belong to another process.
     """
@@ -255,6 +256,9 @@ def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
+    if signum == signal.SIGKILL:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)  # a rank leaves its group for a moment (trackers.py)
 
 
 def _members(group: int) -> Iterator[int]:
