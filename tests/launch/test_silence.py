@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 
-from imece.launch.processes import cpu_s_of
+import psutil
+
+from imece.launch.processes import busy_s_of
 from imece.launch.silence import Silence
 
 
@@ -41,7 +43,7 @@ def test_forgiven() -> None:
     assert [bool(silence.look({0: 1}, 5 + now / 2)) for now in range(10)] == [False] * 8 + [True] * 2
 
 
-def test_one_that_computes_has_ten_times_as_long() -> None:
+def test_one_that_is_busy_has_ten_times_as_long() -> None:
     """C code keeps Python's lock, on a core that others need too; one that waits for the lock uses little."""
     for share, expected in ((1.0, 100), (0.1, 100), (0.02, 10), (0.0, 10)):
         silence = Silence(10.0)
@@ -52,21 +54,39 @@ def test_one_that_computes_has_ten_times_as_long() -> None:
     assert found.index([0]) in (55, 56), "it is stopped after it has computed for 50 s"
 
 
-def test_for_how_long_a_process_has_computed() -> None:
+def test_for_how_long_a_process_was_busy() -> None:
     counts = "sum(range(1 << 18)); print(flush=True); sum(range(1 << 60))"  # the latter with the lock
     with subprocess.Popen([sys.executable, "-c", counts], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
-            first, until = cpu_s_of(process.pid), time.monotonic() + 30
-            while cpu_s_of(process.pid) < first + 0.1:
+            first, until = busy_s_of(process.pid), time.monotonic() + 30
+            while busy_s_of(process.pid) < first + 0.1:
                 assert time.monotonic() < until
                 time.sleep(0.01)
             os.kill(process.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-            stopped = cpu_s_of(process.pid)
+            stopped = busy_s_of(process.pid)
             time.sleep(0.1)
-            assert cpu_s_of(process.pid) == stopped
+            assert busy_s_of(process.pid) == stopped
         finally:
             process.kill()
-    assert cpu_s_of(process.pid) == 0
+    assert busy_s_of(process.pid) == 0
+
+
+def test_one_that_others_keep_from_the_cores_is_busy() -> None:
+    """Two that compute on one core, of which one gets a seventieth of it."""
+    counts = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sum(range(1 << 60))"
+    starts = counts, f"import os; os.nice(19); {counts}"
+    crowd = [subprocess.Popen([sys.executable, "-c", text]) for text in starts]
+    pid = crowd[1].pid
+    try:
+        until = time.monotonic() + 60
+        while (busy_s := busy_s_of(pid)) < 1:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert psutil.Process(pid).cpu_times().user < busy_s / 2
+    finally:
+        for process in crowd:
+            process.kill()
+            process.wait()

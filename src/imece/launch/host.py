@@ -22,7 +22,7 @@ from imece.launch.crew import Crew
 from imece.launch.processes import (
     Ending,
     Outcome,
-    cpu_s_of,
+    busy_s_of,
     is_stopped,
     name_of,
     prints_stacks,
@@ -308,8 +308,8 @@ class Host:
             self.crew.say(outcome.line)
 
     def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
-        cpu_s = {member: cpu_s_of(self.pid_of(member)) for member in beats}
-        silent = [member for member in self._silence.look(beats, now, cpu_s) if member not in self._evicted]
+        busy_s = {member: busy_s_of(self.pid_of(member)) for member in beats}
+        silent = [member for member in self._silence.look(beats, now, busy_s) if member not in self._evicted]
         closed = self.closed(silent)
         silent = [member for member in silent if member not in closed]
         if not silent:

@@ -201,10 +201,14 @@ def prints_stacks(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def cpu_s_of(pid: int) -> float:
-    """Seconds that the process has computed so far, all its threads together; 0 if it has ended."""
-    fields = _proc(pid, "stat").rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+def busy_s_of(pid: int) -> float:
+    """Seconds that the process has computed so far, or was kept waiting for a core by others; all its threads
+    together. 0 if it has ended."""
+    computed, waited_ns = _proc(pid, "stat").rpartition(")")[2].split()[11:13], 0
+    for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            waited_ns += int(each.read_text().split()[1])
+    return sum(map(int, computed)) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 
 def is_stopped(pid: int) -> bool:

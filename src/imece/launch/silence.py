@@ -2,8 +2,9 @@
 
 Only time in which somebody looked counts: if the launcher itself was stopped or starved, all beats are old.
 
-A thread in Python beats, and is not heard while C code holds Python's lock. A member in that state computes,
-while one that is stopped, or waits for a disk, does not: time in which it computes counts a tenth.
+A thread in Python beats, and is not heard while C code holds Python's lock, or others keep the cores. A
+member in that state is busy, it computes or would, while one that is stopped, or waits for a disk, is not:
+time in which it is busy counts a tenth.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _LOOKS = 8  # looks within the time after which a member counts as silent
-_COMPUTES = 0.05  # of a core, at least: threads that wait for Python's lock wake 200 times a second
-_PATIENCE = 10  # times as long for one that computes
+_BUSY = 0.05  # of a core, at least: threads that wait for Python's lock wake 200 times a second
+_PATIENCE = 10  # times as long for one that is busy
 
 
 @dataclass
 class _Watched:
     beats: int
-    cpu_s: float
+    busy_s: float
     silent_s: float = 0.0
 
 
@@ -35,21 +36,21 @@ class Silence:
         self._last_s: float | None = None
 
     def look(
-        self, beats: Mapping[int, int], now: float, cpu_s: Mapping[int, float] | None = None
+        self, beats: Mapping[int, int], now: float, busy_s: Mapping[int, float] | None = None
     ) -> list[int]:
-        """The silent members. beats: how often each member has beaten, of those that should; cpu_s: for how
-        long each has computed so far, on all cores."""
+        """The silent members. beats: how often each member has beaten, of those that should; busy_s: for
+        how long each was busy so far, all its threads together."""
         since_s = 0.0 if self._last_s is None else now - self._last_s
         # However late a look comes, it takes at least half of _LOOKS to find a member silent.
         passed_s = min(since_s, 2 * self.interval_s)
         self._last_s = now
         before, self._watched = self._watched, {}
         for member, count in beats.items():
-            watched = self._watched[member] = _Watched(count, (cpu_s or {}).get(member, 0.0))
+            watched = self._watched[member] = _Watched(count, (busy_s or {}).get(member, 0.0))
             last = before.get(member)
             if last is not None and last.beats == count:
-                computes = watched.cpu_s - last.cpu_s > _COMPUTES * since_s
-                watched.silent_s = last.silent_s + (passed_s / _PATIENCE if computes else passed_s)
+                busy = watched.busy_s - last.busy_s > _BUSY * since_s
+                watched.silent_s = last.silent_s + (passed_s / _PATIENCE if busy else passed_s)
         return self._silent_for(self.limit_s) if self.limit_s else []
 
     def suspects(self) -> list[int]:
