@@ -23,7 +23,7 @@ from imece.cli.main import main
 from imece.launch.crew import Crew
 from imece.open_files import LAUNCH
 from imece.store import serve
-from tests.launch.launcher import Launcher, Outcome, run_launch
+from tests.launch.launcher import LIMIT_S, Launcher, Outcome, run_launch
 from tests.train.command import in_fork, launched
 
 Script = Callable[[str], Path]
@@ -256,7 +256,8 @@ def test_children_left_by_finished_ranks_are_ended(script: Script) -> None:
 
 
 def test_nothing_of_killed_ranks_stays_in_dev_shm(script: Script) -> None:
-    """Semaphores as of a loader's workers, and shared memory: Python's resource tracker takes them out."""
+    """Semaphores as of a loader's workers, and shared memory: Python's resource tracker takes them out. Both
+    ranks wait until they have one: a process that is ended before leaves what it has made."""
     text = """
 import multiprocessing, subprocess
 from multiprocessing import resource_tracker, shared_memory
@@ -268,6 +269,9 @@ tracker = Path(f"/proc/{resource_tracker._resource_tracker._pid}/cmdline")
 while "resource_tracker" not in tracker.read_text():
     time.sleep(0.01)
 print("there", lock._semlock.name, memory.name, flush=True)
+Path(f"{__file__}-{rank}").touch()
+while not all(Path(f"{__file__}-{each}").exists() for each in (0, 1)):
+    time.sleep(0.01)
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(1000)
@@ -276,7 +280,7 @@ time.sleep(1000)
     assert outcome.status == 128 + signal.SIGKILL, outcome.err
     said = re.findall(r"there /(\S+) (\S+)", outcome.out)
     names = {name if number else f"sem.{name}" for each in said for number, name in enumerate(each)}
-    assert len(names) in (2, 4), outcome.out  # the other rank may be ended before it says it
+    assert len(names) == 4, outcome.out
     wait_until_gone(names)
 
 
@@ -498,7 +502,7 @@ def test_a_reader_that_goes_away_ends_the_job(script: Script) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None and launcher.stdout.read(1) == b"["
         launcher.stdout.close()
-        assert launcher.wait(30) == 128 + signal.SIGPIPE
+        assert launcher.wait(LIMIT_S) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("ends", ["a signal", "a death", "the rank"])
