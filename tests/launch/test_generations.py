@@ -193,6 +193,22 @@ def test_others_that_do_not_go_on() -> None:
     assert run.generations.starts == 1
 
 
+def test_the_state_that_dies_with_the_last_who_had_it() -> None:
+    """One that was just taken in has nothing yet."""
+    run = Run()
+    run.generations.note_steps(dict.fromkeys(range(4), 7))
+    goes_on(run.ends(3))
+    run.join(3, 10.0)
+    run.resilient = False
+    why = ended(run.ends(0, 1, 2)).why
+    assert why == "; none is left that could go on (--max-restarts N starts all again)"
+    for limits in ({"max_restarts": 0}, {"restart": True, "max_restarts": 1}):
+        run = Run(**limits)
+        run.generations.note_steps(dict.fromkeys(range(4), 7))
+        verdict = run.ends(0, 1, 2, 3)
+        assert isinstance(verdict, StartAgain) or verdict == End(verdict.endings)
+
+
 def test_plain_scripts_start_again_after_exceptions_but_not_after_mistakes() -> None:
     def plain(**limits: Any) -> Run:
         run = Run(restart=True, exceptions=True, **limits)

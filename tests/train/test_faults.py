@@ -54,6 +54,7 @@ def damage(folder: str) -> None:
     (warning,) = [line for line in outcome.out.splitlines() if "warning: damaged" in line]
     assert warning.startswith(f"warning: damaged, so an older checkpoint is used: {step_12}/rank-00001")
     assert "going on after step 8" in outcome.out
+    assert "the run had come to step 12: 4 steps are lost\n" in outcome.out
     assert_same_run(run, path / "whole")
 
     for step in run.glob("checkpoints/step-*"):

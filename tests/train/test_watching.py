@@ -55,3 +55,20 @@ def test_another_rank_takes_over(tmp_path: Path, late: bool, done: int, told: li
     other.start(done)
     other.step(of(3))
     assert steps(tmp_path) == told
+
+
+@pytest.mark.parametrize(
+    ("done", "said"), [(1, "the run had come to step 4: 3 steps are lost"), (3, ": 1 step is lost"), (4, "")]
+)
+def test_steps_that_are_lost_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], done: int, said: str
+) -> None:
+    before = watching(tmp_path, 0)
+    for step in (1, 2, 3, 4):
+        before.step(of(step))
+    before.close()
+    capsys.readouterr()
+    Watching(tmp_path, 0, STEPS, done, deque()).header([("run", "again")])
+    out = capsys.readouterr().out
+    assert said in out and ("lost" in out) == bool(said)
+    assert steps(tmp_path) == list(range(1, done + 1))

@@ -284,7 +284,11 @@ class Generations:
             if self.stopping:
                 return None
             too_few = f"; fewer than --min-ranks {least} were left" if living and all_go_on else ""
-            return self._start_again(now, too_few) if self._limits.restart else self._end(too_few)
+            if self._limits.restart:
+                return self._start_again(now, too_few)
+            may_restart = self._steps is not None and self._limits.max_restarts is None
+            none_left = "; none is left that could go on (--max-restarts N starts all again)"
+            return self._end(too_few or (none_left if may_restart else ""))
         # A member that had not joined holds up nobody's steps: its death is no sign that the others are in
         # a loop.
         joined = [member for member in self._failed if member in self.newest.members]

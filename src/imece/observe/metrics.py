@@ -34,8 +34,10 @@ class Metrics:
         self._path, self._events_folder = folder / FILE, folder / EVENTS
         self._file: Appending | None = None
         self._events: Events | None = None
+        self.steps_before = 0
+        """The last step of which there were figures."""
         with self._telling(self._path):
-            _keep_until(self._path, from_step)
+            self.steps_before = _keep_until(self._path, from_step)
         with self._telling(self._path):  # even if that failed: the reader ignores such records
             self._file = Appending(self._path)
         with self._telling(self._events_folder):
@@ -104,11 +106,14 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield line, record if is_record else None
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Remove records after `step`, and broken lines, from the file; it is replaced atomically."""
-    if all(record is not None and record["step"] <= step for _, record in _lines(path)):
-        return
-    with whole_file(path, durable=True) as file:
-        for line, record in _lines(path):
-            if record is not None and record["step"] <= step:
-                file.write(line)
+def _keep_until(path: Path, step: int) -> int:
+    """Remove records after `step`, and broken lines, from the file; it is replaced atomically. Returns the
+    last step that it had."""
+    steps = [None if record is None else int(record["step"]) for _, record in _lines(path)]
+    last = max((each for each in steps if each is not None), default=0)
+    if last > step or None in steps:
+        with whole_file(path, durable=True) as file:
+            for line, record in _lines(path):
+                if record is not None and record["step"] <= step:
+                    file.write(line)
+    return last

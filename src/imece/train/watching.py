@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from imece.listing import many
 from imece.observe.display import Display
 from imece.observe.metrics import Metrics
 
@@ -15,7 +16,7 @@ class Watching:
     """The live line and the metrics on rank 0; nothing on other ranks."""
 
     def __init__(self, folder: Path, rank: int, steps: int, done: int, alarms: deque[str]) -> None:
-        self._folder, self._steps, self._alarms = folder, steps, alarms
+        self._folder, self._steps, self._done, self._alarms = folder, steps, done, alarms
         self._display: Display | None = None
         self._metrics: Metrics | None = None
         self._late: Mapping[str, Any] | None = None  # the first rank may not have reported it
@@ -33,9 +34,13 @@ class Watching:
             self._metrics = Metrics(self._folder, from_step=done, alarm=self._alarms.append)
 
     def header(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What is about to happen."""
-        if self._display is not None:
+        """What is about to happen; and how many steps are lost, if the run had come further."""
+        if self._display is not None and self._metrics is not None:
             self._display.header(rows)
+            before = self._metrics.steps_before
+            if (lost := before - self._done) > 0:
+                are = "is" if lost == 1 else "are"
+                self._display.note(f"the run had come to step {before:,}: {many(lost, 'step')} {are} lost")
 
     def start(self, done: int) -> None:
         """The loop begins after `done` steps."""
