@@ -112,6 +112,21 @@ def test_who_moves_while_its_beat_asks_is_not_cut_off_when_a_member_joins(
     assert beat(Generation(7, (1, 3), ("why",))) == [5], "a rank of its own generation is gone"
 
 
+def test_connections_that_were_lost_just_before_one_joins_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two generations between two looks: it would wait in Gloo for the timeout."""
+    monkeypatch.setattr(member, "_CUT_S", 0.0)
+    ours, roster = member_of(Generation(4, (0, 1)))
+    cuts: list[int] = []
+    monkeypatch.setattr(connections, "cut", lambda: cuts.append(ours._at))
+    roster.publish(Generation(5, (0, 1), ("why",)))
+    roster.publish(Generation(6, (0, 1, 2)))
+    ours._newest = 6
+    for _ in range(2):
+        ours._cut_off(roster)
+        time.sleep(0.002)
+    assert cuts == [4]
+
+
 def test_a_generation_that_has_met_is_not_left_for_one_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that left it in the midst of making groups would leave another one waiting in Gloo."""
     meeting = dist.HashStore()

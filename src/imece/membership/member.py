@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import NoReturn
@@ -151,7 +151,7 @@ class Member:
         with self._moving:
             # Ranks that learned of it by an error: destroying a group waits for all that is under way in it,
             # on a GPU or with a rank that has gone on, while something there still refers to the group.
-            if lost := _has_lost(self._members, generation):
+            if lost := _has_lost(self._members, self._roster.since(self._at)):
                 connections.cut()
                 self.aborting.abort()
             self._has_groups = False
@@ -203,10 +203,9 @@ class Member:
             self._is_superseded()
 
     def _check(self) -> None:
-        newest = self._roster.newest()
-        if newest <= self._at:
+        if self._roster.newest() <= self._at:
             return
-        if not _has_lost(self._members, self._roster.generation(newest)):
+        if not _has_lost(self._members, self._roster.since(self._at)):
             with contextlib.suppress(dist.DistNetworkError):
                 if self._stores[-1].first(outcome_of(self._at), _LEFT) == _MET:
                     return
@@ -233,12 +232,12 @@ class Member:
         """
         if self._newest <= self._at:
             return
-        newest = roster.generation(self._newest)
+        newer = list(roster.since(self._at))
         with self._moving:
-            if self._at >= newest.number:
-                return  # it has moved meanwhile: what it had lost is nothing to the generation that it is in
+            # If it has moved meanwhile, what it had lost is nothing to the generation that it is in.
+            newer = [each for each in newer if each.number > self._at]
             now = time.monotonic()
-            if self._cut_at == math.inf and _has_lost(self._members, newest):
+            if self._cut_at == math.inf and _has_lost(self._members, newer):
                 self._cut_at = now + _CUT_S
             if now > self._cut_at:
                 connections.cut()
@@ -260,10 +259,10 @@ class Member:
                 gpu_errors.end_process(error)
 
 
-def _has_lost(members: set[int], generation: Generation) -> bool:
-    """Whether calls of `members` may never end, now that there is `generation`."""
+def _has_lost(members: set[int], newer: Iterable[Generation]) -> bool:
+    """Whether calls of `members` may never end, now that there are `newer` generations."""
     # A member that is alone waits for nobody, though others may have come and gone during its step.
-    return len(members) > 1 and (bool(generation.lost) or bool(members - set(generation.members)))
+    return len(members) > 1 and any(each.lost or members - {*each.members} for each in newer)
 
 
 def _connect(where: tuple[str, int]) -> dist.Store:

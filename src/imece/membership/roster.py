@@ -15,7 +15,7 @@ agree with each other on who is there. All messages are JSON of limited size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -143,6 +143,12 @@ class Roster:
                 raise UserError(f"the launcher's generation {number} names no members")
         assert members is not None
         return Generation(number, tuple(members), tuple(map(str, lost or ())), tuple(leaving))
+
+    def since(self, number: int) -> Iterator[Generation]:
+        """The generations after that one. Several may follow each other before a member looks."""
+        for each in range(number + 1, self.newest() + 1):
+            if self._store.check([f"{_PREFIX}{each}"]):
+                yield self.generation(each)
 
     def is_last(self, generation: int) -> bool:
         """Whether no generation follows this one as long as nobody dies: lost peers have finished."""
