@@ -202,7 +202,7 @@ def parse_gpus(text: str) -> tuple[int | None, str]:
         raise UserError(
             f"--gpus {text!r}: GPUs of one kind are planned for, and all wait for the slowest: ask for each"
         )
-    found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[xX*]\s*|(\d{1,3})\s+)?([^\s].*?)\s*", text)
+    found = re.fullmatch(r"\s*(?:(-?\d{1,18})\s*[xX*]\s*|(\d{1,3})\s+)?([^\s].*?)\s*", text)
     if found is None:
         raise UserError(f"--gpus {text!r}: write it like 8xH100")
     turned = re.fullmatch(r"(.+?)\s*[xX*:]\s*(\d{1,9})", found[3])  # but not "RTX 3090"
@@ -212,7 +212,7 @@ def parse_gpus(text: str) -> tuple[int | None, str]:
     if re.fullmatch(r"\d{1,3}|\d*[.,]\d*\s*[xX*].*", found[3]):
         raise UserError(f"--gpus {text!r}: a whole number of them, and which, as in 8xH100")
     count = None if number is None else int(number)
-    if count == 0:
+    if count is not None and count < 1:
         raise UserError(f"--gpus {text!r}: at least 1")
     return count, found[3]
 
@@ -371,7 +371,7 @@ def _named(name: str, presets: Iterable[str], what: Literal["GPU", "network", "l
     for spelling in (key, short, short.removesuffix("gb")):
         if (found := _OTHER_NAMES.get(spelling, spelling)) in plain:
             return plain[found]
-    near = difflib.get_close_matches(key, list(plain), n=3, cutoff=0.65)
+    near = difflib.get_close_matches(short, list(plain), n=3, cutoff=0.65)
     hint = f"did you mean {' or '.join(plain[n] for n in near)}?"
     if not near:
         hint = f"there are {', '.join(plain.values())}" + ";" * (what == "GPU")
@@ -383,7 +383,8 @@ _OF_NVIDIA = re.compile(
     r"\b(nvidia|tesla|geforce|generation|blackwell|server|workstation|edition|hbm\de?)\b|sxm\d?\b"
 )
 _OTHER_NAMES = {
-    "a100": "a10080", "a10080gbpcie": "a100pcie", "a10080pcie": "a100pcie", "h10080": "h100",
+    "a100": "a10080", "a10080gbpcie": "a100pcie", "a10080pcie": "a100pcie", "a100pcie80": "a100pcie",
+    "a10040gbpcie": "a10040pcie", "a100pcie40": "a10040pcie", "h10080": "h100",
     "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000", "6000ada": "rtx6000ada",
     "pro6000": "rtxpro6000", "ndr": "infinibandndr", "hdr": "infinibandhdr", "edr": "infinibandedr",
     "v10032": "v100",
