@@ -75,6 +75,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["-oven-count", "3"], "there is no option -oven-count; did you mean --oven-count?"),
         (["--oven-coun", "3"], "there is no option --oven-coun; did you mean --oven-count?"),
         (["--oven-count", "x"], "--oven-count: not a whole number: 'x' (see imece bake --help)"),
         (["--oven-count", "0"], "--oven-count 0: at least one is needed"),

@@ -267,7 +267,8 @@ def _with_hint(
     unknown = message.startswith(_UNKNOWN)
     for word in argv:
         typed = word.split("=", 1)[0].replace("_", "-")
-        is_option = typed.startswith("--") or (missing and re.fullmatch("-[A-Za-z]", typed) is not None)
+        is_short = missing and re.fullmatch("-[A-Za-z]", typed) is not None
+        is_option = typed.startswith("--") or is_short or f"-{typed}" in names
         if is_option and typed.replace("--no-", "--", 1) not in names:
             if unknown or missing:
                 message = f"there is no option {word.split('=', 1)[0]}"
