@@ -7,8 +7,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
+from imece.bench import here
 from imece.errors import UserError
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, shared_out, to_toml
@@ -19,7 +22,9 @@ from imece.plan.speed.communication import along, collective_s
 from imece.plan.speed.compute import layer_time, product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
+from imece.train.prediction import FIRST_STEP_BYTES
 from tests.data.helpers import files_of_at_most
+from tests.ranks import run_ranks
 
 FIGURES: dict[str, Any] = {
     "device": 'A "quoted" CPU', "kind": "cpu", "backend": "shm", "ranks": 4, "cores": 4, "dtype": "bfloat16",
@@ -45,6 +50,18 @@ def test_what_was_measured_comes_back() -> None:
     model = Model("attention", 1, heads * width, heads, heads, width, 1, gated=False, vocab_size=1)
     attention = layer_time(cluster.gpu, model, IMECE, Recipe(seq, micro_batch=batch), 1, 1, False).core
     assert attention == pytest.approx(FIGURES["attention_forward_s"])
+
+
+def test_what_an_optimizer_imports_is_in_a_process_that_trains() -> None:
+    (found,) = run_ranks(beyond_an_optimizer, 1, backend=None, fresh=True)
+    assert found == pytest.approx(FIRST_STEP_BYTES, abs=25 * 2**20)
+
+
+def beyond_an_optimizer() -> int:
+    """What is said of a process, less what it has with an optimizer. Both in bytes."""
+    said = here._of_libraries()
+    torch.optim.AdamW([torch.zeros(1)])
+    return said - psutil.Process().memory_info().rss
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -24,6 +24,7 @@ from imece.models.presets import preset
 from imece.models.transformer import Transformer
 from imece.observe.environment import cpu_model
 from imece.train.precision import choose_precision, multiplies_bf16
+from imece.train.prediction import FIRST_STEP_BYTES
 
 _LONG_S = 0.4
 _LIMIT_S = 120.0
@@ -59,7 +60,7 @@ def _measure_rank() -> dict[str, Any]:
     device = mesh.device
     dtype = _dtype(device)
     together = _Together(mesh)
-    resident = psutil.Process().memory_info().rss
+    outside = _of_libraries() if device.type == "cpu" else _outside(device)
     side = _SIDE[device.type]
     figures = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
@@ -73,7 +74,7 @@ def _measure_rank() -> dict[str, Any]:
         "product": 2.0 * side**3 / together.best_s(_product(side, dtype, device)),
         "product_fp32": 2.0 * side**3 / together.best_s(_product(side, torch.float32, device)),
         "moved_per_s": _moved(together, device),
-        "overhead_bytes": resident if device.type == "cpu" else _outside(device),
+        "overhead_bytes": outside,
         "memory_bytes": _memory(mesh.world_size, device),
         "multiprocessors": (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -182,6 +183,12 @@ def _memory(ranks: int, device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return allowed_bytes() // ranks
+
+
+def _of_libraries() -> int:
+    """Bytes that a CPU rank's process has besides its tensors while it trains, if it has none yet."""
+    torch.optim.SGD([torch.zeros(1, device="cpu")])  # imports what every optimizer does: 75 MB
+    return int(psutil.Process().memory_info().rss) + FIRST_STEP_BYTES
 
 
 def _outside(device: torch.device) -> int:

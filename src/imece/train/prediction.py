@@ -37,7 +37,7 @@ from imece.train.precision import Precision
 from imece.writing import write_whole
 
 _WARM = 3  # slower steps at the beginning, not counted
-_FIRST_STEP_BYTES = 70 << 20
+FIRST_STEP_BYTES = 70 << 20
 """On a CPU, memory of libraries: code that only a step runs, oneDNN's buffers, gaps in the allocator.
 Measured with torch 2.13: what a process of the preset "small" has beyond its tensors after some steps."""
 _UNMEASURED = "speed unknown until imece plan --here has measured this machine"
@@ -114,7 +114,7 @@ def machine_of(mesh: Mesh, model_bytes: int = 0) -> Machine:
 
 
 def _outside(model_bytes: int) -> int:
-    return int(psutil.Process().memory_info().rss) - model_bytes + _FIRST_STEP_BYTES
+    return int(psutil.Process().memory_info().rss) - model_bytes + FIRST_STEP_BYTES
 
 
 def _machine_of(mesh: Mesh) -> Machine:
