@@ -614,8 +614,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     "a DTensor": (divided_by_torch, {}, ValueError, "weight is a DTensor: .*fully_shard"),
     "mixed_precision": (Branches, {"mixed_precision": object()}, ValueError, "mixed_precision.*autocast"),
     "two devices": (Branches, {"device_ids": [0, 1]}, ValueError, r"one device of this rank, not \[0, 1\]"),
-    "a device on CPU": (Branches, {"device_ids": [0]}, ValueError, "on one GPU; this one is on cpu"),
-    "an output device on CPU": (Branches, {"output_device": 0}, ValueError, "on one GPU; this one is on cpu"),
+    "a device on CPU": (Branches, {"device_ids": [0]}, ValueError, "this one is on cpu: leave both"),
+    "an output device on CPU": (Branches, {"output_device": 0}, ValueError, "this one is on cpu: leave both"),
     "delayed": (
         Branches,
         {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None},

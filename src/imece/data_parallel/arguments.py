@@ -107,7 +107,7 @@ def device_indices(
         if device_ids or output_device is not None:
             raise ValueError(
                 f"device_ids={device_ids} and output_device={output_device} are for a module on one GPU; "
-                f"this one is on {', '.join(sorted(map(str, devices)))}"
+                f"this one is on {', '.join(sorted(map(str, devices)))}: leave both out"
             )
         return None, None
     indices = [torch.cuda._utils._get_device_index(each, True) for each in (device_ids[0], output_device)

@@ -215,7 +215,8 @@ def refuse(strategy: str) -> None:
             loss(model).backward()
         loss(model.module).backward()
         with says(
-            r"SGD would leave out the gradient of 0\.weight, which is of this rank alone.*call model\("
+            r"SGD would leave out the gradient of 0\.weight, which is of this rank alone.*call model\(.*"
+            r"If your own code set it, let it set those of the parts, which are in optimizer\.param_groups"
         ):
             optimizer.step()
         optimizer.zero_grad()

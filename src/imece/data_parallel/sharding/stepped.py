@@ -223,7 +223,8 @@ class SteppedParts:
         if alone:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} would leave out the gradient of {alone[0]}, which is of "
-                f"this rank alone: {refusals.FROM_ONE_RANK}"
+                f"this rank alone: {refusals.FROM_ONE_RANK}. If your own code set it, let it set those of "
+                f"the parts, which are in optimizer.param_groups"
             )
 
     def after(self, optimizer: Optimizer) -> None:
