@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from imece.bench import targets
+from imece.bench.collectives import collectives
 from imece.bench.reference_model import REFERENCE, batch, new_decoder
 from imece.bench.step import parameter_cost, step
 from imece.bench.step.rank import Rank
@@ -99,7 +101,7 @@ def test_a_way_that_cannot_be_built_is_left_out_with_its_error() -> None:
     assert answer == {"refused": "RuntimeError: no imece here"}
 
     class OneRank:
-        def ask(self, do: str, way: str) -> list[dict[str, Any]]:
+        def ask(self, do: str, way: str, timeout_s: float) -> list[dict[str, Any]]:
             return [{"parameters": 7}, answer] if way == OURS else [{"parameters": 7}] * 2
 
     results = Results(Plan((ALONE, OURS, GLOO)))
@@ -115,9 +117,22 @@ def test_what_is_not_installed_is_left_out_with_its_package(monkeypatch: pytest.
     assert missing("zero3") is None
 
 
+def test_deepspeed_is_left_out_where_it_would_wait_for_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert missing("deepspeed-zero3") is None and collectives.missing("deepspeed") is None
+    lock = tmp_path / "deepspeed_shm_comm/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    for why in (missing("deepspeed-zero3"), collectives.missing("deepspeed")):
+        assert why is not None and why.endswith(f"left its lock: rm {lock}")
+
+
 def test_parameters_are_counted_where_they_have_elements() -> None:
     class Emptied:
-        def ask(self, do: str, way: str) -> list[dict[str, Any]]:
+        def ask(self, do: str, way: str, timeout_s: float) -> list[dict[str, Any]]:
             return [{"parameters": 0 if way == "deepspeed-zero3" else 7}] * 2
 
     results = Results(Plan((ALONE, "deepspeed-zero3")))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.bench import machine, targets
-from imece.bench.collectives.contenders import LIBRARIES, numel_of
+from imece.bench.collectives.contenders import LIBRARIES, deepspeed_is_locked, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES
 from imece.bench.crew import Crew, CrewError, slowest
 from imece.bench.report import size_text
@@ -96,8 +96,10 @@ def missing(library: str) -> str | None:
             return "mpi4py is not installed (pip install mpi4py mpich)"
         if _mpiexec() is None:
             return "no mpiexec found (pip install mpich)"
-    if library == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed"
+    if library == "deepspeed":
+        if importlib.util.find_spec("deepspeed") is None:
+            return "deepspeed is not installed"
+        return deepspeed_is_locked()
     return None
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
+from imece.observe.run_files import as_argument
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 LIBRARIES = ("shm", "shm ordinary", "gloo", "mpich", "deepspeed")
@@ -184,3 +185,15 @@ def remove_deepspeed_segments(rank: int) -> None:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     for left in Path("/dev/shm").glob(f"*_{os.getuid()}_{address}_{port}_{rank}"):
         left.unlink(missing_ok=True)
+
+
+def deepspeed_is_locked() -> str | None:
+    """Why DeepSpeed would wait for its C++ code, which its first use compiles, without end; None if it
+    would not."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    lock = next(root.rglob("deepspeed_*/lock"), None)
+    if lock is None:
+        return None
+    return f"a process compiles its C++ code, or was killed at it and left its lock: rm {as_argument(lock)}"

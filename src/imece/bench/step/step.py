@@ -19,6 +19,7 @@ from imece.observe import timeline
 
 MODULE = "imece.bench.step.rank"
 _GLOO, _REPLICATE = "torch-gloo", "replicate"
+_BUILD_S = 1200.0  # DeepSpeed's first use compiles C++, for minutes on a busy machine
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def _build(crew: Crew, results: Results) -> None:
     for way in results.plan.ways:
         if way in results.left_out:
             continue
-        answers = crew.ask("build", way=way)
+        answers = crew.ask("build", way=way, timeout_s=_BUILD_S)
         refused = [answer["refused"] for answer in answers if "refused" in answer]
         if refused:
             results.left_out[way] = refused[0]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import imece
-from imece.bench.collectives.contenders import remove_deepspeed_segments
+from imece.bench.collectives.contenders import deepspeed_is_locked, remove_deepspeed_segments
 from imece.bench.reference_model import REFERENCE, Shape, new_decoder, optimizer_of
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.offload import Direct, Offload
@@ -44,7 +44,7 @@ def missing(way: str) -> str | None:
     package = PACKAGES.get(way)
     if package is not None and importlib.util.find_spec(package) is None:
         return f"{package} is not installed (pip install {package})"
-    return None
+    return deepspeed_is_locked() if package == "deepspeed" else None
 
 
 class Builder:
