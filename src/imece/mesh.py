@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
@@ -35,13 +36,27 @@ LANES = 2
 _SHOWN_CHARS = 200
 
 before_closing: list[Callable[[], None]] = []
-"""Called before a mesh destroys its groups."""
+"""Called before groups are destroyed, by a mesh or by torch."""
 once_arranged: list[Callable[[], None]] = []
 """Called when a mesh has got its ranks, and again when it has got others."""
 once_lost: list[Callable[[str], None]] = []
 """Called with a reason when ranks are gone, to end all waits for them. May be called from any thread."""
 ended_last: list[Callable[[], None]] = []
 """Called at the exit of this process, after all other exit handlers."""
+
+
+_destroy = dist.destroy_process_group
+
+
+@functools.wraps(_destroy)
+def _finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
+    # What is under way in the background and on other ranks would wait for this one until the timeout.
+    for finish in before_closing:
+        finish()
+    _destroy(group)
+
+
+dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _finish_and_destroy
 
 
 @atexit.register  # here, before others can: what is registered first is called last
@@ -231,9 +246,9 @@ class Mesh:
         self._stop_telling()
         if not self._destroyed:
             for group in reversed(self._created):
-                dist.destroy_process_group(group)
+                _destroy(group)
             if self._owns_world and dist.is_initialized():
-                dist.destroy_process_group()
+                _destroy()
         self._groups.clear()
         _forget(self)
 
@@ -372,7 +387,7 @@ def init(
         _open = _arrange(axes, ranks, backend, device, timeout, adopted)
     except BaseException:
         if dist.is_initialized() and not adopted:
-            dist.destroy_process_group()
+            _destroy()
         raise
     _opened_with = asked
     if _open.device.type == "cpu":
@@ -403,7 +418,7 @@ def reform(rank: int, world_size: int, store: dist.Store, met: Callable[[], obje
     # Gloo closes a group's connections with the last reference to it, and other ranks wait for that.
     mesh._groups, mesh._created, mesh._device_mesh = {}, [], None
     if dist.is_initialized():  # else the last attempt got no further
-        dist.destroy_process_group()
+        _destroy()
     world = replace(mesh.world, rank=rank, world_size=world_size, joining=False)
     sizes = check_axes(None, world_size)
     # The others come after their step and whatever follows it, such as an evaluation, so a rank that joins

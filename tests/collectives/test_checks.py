@@ -296,6 +296,24 @@ def keep_nothing_of_what_is_over() -> None:
     assert known() is None
 
 
+def leave_groups() -> list[list[int]]:
+    """How many checkers and files this rank has, after each of some groups that torch makes and destroys."""
+    found = []
+    for _ in range(4):
+        group = dist.new_group(backend="gloo")
+        imece.all_reduce(torch.ones(3), group=group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        found.append([len(checks._checkers), len(os.listdir("/proc/self/fd"))])
+    return found
+
+
+def test_nothing_is_kept_for_groups_that_torch_has_destroyed() -> None:
+    for found in run_ranks(leave_groups, 2, backend="gloo"):
+        assert found[0][0] == 1 and found[1:] == found[:1] * 3
+
+
 def find_checkers() -> None:
     checker = guarded()
     other = dist.new_group(list(range(WORLD)))

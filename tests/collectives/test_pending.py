@@ -190,3 +190,19 @@ def messages_that_never_come() -> list[str]:
 def test_messages_that_never_come_are_given_up() -> None:
     first, second = run_ranks(messages_that_never_come, 2, backend="gloo")
     assert first == ["[1.0, 1.0]", "told", "told", "told"] and second == ["[5.0, 5.0]"]
+
+
+def destroy_under_way() -> list[float]:
+    """torch destroys the groups of a call that waits for a rank of another host."""
+    imece.init(timeout=timedelta(seconds=20))
+    found = torch.zeros(2)
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    under_way = imece.all_gather(found, torch.ones(1), async_op=True, schedule="hierarchical")
+    dist.destroy_process_group()
+    under_way.wait()
+    return found.tolist()
+
+
+def test_what_is_under_way_ends_before_torch_destroys_its_group() -> None:
+    assert run_ranks(destroy_under_way, 2, backend=None, ranks_per_host=1) == [[1.0, 1.0]] * 2

@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
@@ -281,8 +282,13 @@ _checkers: dict[str, Checker] = {}
 
 
 def guard(group: dist.ProcessGroup, companions: Companions) -> Checker:
-    """Make and keep the checker of a group; `checker(group)` returns it. All ranks call this."""
-    release(group)
+    """Make and keep the checker of a group; `checker(group)` returns it. All ranks call this. Those of groups
+    that have been destroyed are released."""
+    destroyed = [
+        each.group for each in _checkers.values() if each.group not in distributed_c10d._world.pg_map
+    ]
+    for each in (group, *destroyed):
+        release(each)
     _checkers[group.group_name] = made = Checker(group, companions)
     return made
 
