@@ -581,7 +581,7 @@ def interrupted(group: Any) -> dict[str, Any]:
             dist.all_reduce(torch.ones(100_000), group=group)
         except KeyboardInterrupt:
             store.set("interrupted", "")
-            return {"kind": "KeyboardInterrupt", "text": ""}
+            return error_of(lambda: dist.barrier(group=group)) | {"kind": "KeyboardInterrupt"}
     return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
 
 
@@ -707,7 +707,9 @@ def test_ranks_are_named_as_in_the_world(others_seen: list[dict[str, dict[str, A
 
 
 def test_an_error_that_is_not_ours_names_its_rank(others_seen: list[dict[str, dict[str, Any]]]) -> None:
-    assert others_seen[1]["interrupted"]["kind"] == "KeyboardInterrupt", "the fault did not fire"
+    own = others_seen[1]["interrupted"]
+    assert own["kind"] == "KeyboardInterrupt", "the fault did not fire"
+    assert own["text"] == "this group cannot be used any more, since: KeyboardInterrupt"
     for rank in (0, 2):
         seen = others_seen[rank]["interrupted"]
         assert seen["kind"] and "rank 1" in seen["text"] and "KeyboardInterrupt" in seen["text"], (rank, seen)

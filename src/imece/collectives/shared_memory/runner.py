@@ -90,7 +90,8 @@ class Runner:
 
     def _failed_before(self) -> CollectiveError | None:
         if self._error is not None:
-            return CollectiveError(f"this group cannot be used any more, since: {self._error}")
+            why = str(self._error) or type(self._error).__name__  # as of Ctrl-C
+            return CollectiveError(f"this group cannot be used any more, since: {why}")
         return CollectiveError("this group has been destroyed") if self._closed else None
 
     def _drive(self, operations: Sequence[Operation], timeout_s: float) -> None:
