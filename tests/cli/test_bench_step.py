@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from imece.bench import targets
 from imece.bench.collectives import collectives
@@ -18,7 +19,7 @@ from imece.bench.reference_model import REFERENCE, batch, new_decoder
 from imece.bench.step import parameter_cost, step
 from imece.bench.step.rank import Rank
 from imece.bench.step.step import Memory, Plan, Results
-from imece.bench.step.ways import ALONE, OURS, STRATEGY_WAYS, WAYS, missing
+from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, STRATEGY_WAYS, WAYS, missing
 from imece.bench.targets import StepTarget
 from imece.cli.main import main
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
@@ -117,6 +118,15 @@ def test_what_is_not_installed_is_left_out_with_its_package(monkeypatch: pytest.
     assert missing("zero3") is None
 
 
+def test_torchs_data_parallel_is_left_out_where_it_would_compute_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert missing(ONE_PROCESS) is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert missing(ONE_PROCESS) == "torch's DataParallel would take the GPUs" and missing(OURS) is None
+
+
 def test_deepspeed_is_left_out_where_it_would_wait_for_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,16 +177,17 @@ def test_a_mistake_is_one_line_and_status_2(
 @pytest.mark.slow
 def test_a_quick_run_measures_traces_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, trace, plot = (tmp_path / name for name in ("step.json", "trace.json", "step.png"))
-    argv = ["--quick", "--tokens", "8", "--ways", f"{GLOO},{OURS}"]
+    argv = ["--quick", "--tokens", "8", "--ways", f"{GLOO},{OURS},{ONE_PROCESS}"]
     files = ["--json", str(figures), "--trace", str(trace), "--plot", str(plot)]
     assert main(["bench", "step", *argv, *files]) == 0
     text = capsys.readouterr().out
     assert "WRONG" not in text and "left out" not in text
     assert "a GPT of 10.9M parameters, 8 tokens a rank" in text and "one step of imece with 8 tokens" in text
     content = json.loads(figures.read_text())
-    assert list(content["seconds"]["8"]) == [ALONE, GLOO, OURS]
+    assert list(content["seconds"]["8"]) == [ALONE, GLOO, OURS, ONE_PROCESS]
     assert all(len(seconds) == 2 and min(seconds) > 1e-4 for seconds in content["seconds"]["8"].values())
-    assert content["losses"][OURS] == pytest.approx(content["losses"][GLOO], rel=1e-3)
+    for way in (OURS, ONE_PROCESS):
+        assert content["losses"][way] == pytest.approx(content["losses"][GLOO], rel=1e-3)
     assert content["losses"][ALONE] != pytest.approx(content["losses"][GLOO], rel=1e-6)
     assert set(content["traces"]["8"]) == {"0", "1"}
     for facts in (facts for steps in content["traces"]["8"].values() for facts in steps):
@@ -241,10 +252,11 @@ def test_a_quick_run_of_parameters(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.slow
 def test_memory_is_measured_for_each_way_in_ranks_of_its_own() -> None:
     said: list[str] = []
-    results = step.run(Plan((ALONE, OURS, VIEW), (8, 4), rounds=1, steps=1, memory=True), said.append)
+    ways = (ALONE, OURS, VIEW, ONE_PROCESS)
+    results = step.run(Plan(ways, (8, 4), rounds=1, steps=1, memory=True), said.append)
     assert list(results.memory) == [4, 8]
-    for ways in results.memory.values():
-        assert list(ways) == [ALONE, OURS, VIEW]
-        assert all(memory.peak_bytes > memory.parts_bytes > 100e6 for memory in ways.values())
-        assert ways[ALONE].shared_bytes < 10e6 < ways[OURS].shared_bytes
+    for found in results.memory.values():
+        assert list(found) == [ALONE, OURS, VIEW]
+        assert all(memory.peak_bytes > memory.parts_bytes > 100e6 for memory in found.values())
+        assert found[ALONE].shared_bytes < 10e6 < found[OURS].shared_bytes
     assert any("peak   shared  divided" in line for line in said)

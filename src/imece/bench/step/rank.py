@@ -17,7 +17,7 @@ import imece
 from imece import heap
 from imece.bench import crew
 from imece.bench.reference_model import MODELS, REFERENCE, batch
-from imece.bench.step.ways import Builder, Way
+from imece.bench.step.ways import ONE_PROCESS, Builder, Way
 from imece.data_parallel import footprint
 from imece.data_parallel.sharding.cast import MixedPrecision
 
@@ -46,8 +46,12 @@ class Rank:
         return {"parameters": sum(p.numel() for p in self._ways[way].model.parameters())}
 
     def measure(self, way: str, tokens: int, steps: int) -> dict[str, Any]:
-        """Average seconds of `steps` training steps after a barrier, and the last loss."""
+        """Average seconds of `steps` training steps after a barrier, and the last loss; without a loss from
+        a rank that ONE_PROCESS leaves idle."""
         dist.barrier()
+        if way == ONE_PROCESS and dist.get_rank():
+            return {"seconds": 0.0}
+        torch.set_num_threads(dist.get_world_size() if way == ONE_PROCESS else 1)
         begin = time.perf_counter()
         for _ in range(steps):
             loss = self._forward(way, tokens)
@@ -121,8 +125,10 @@ class Rank:
         return {"seconds": seconds / _BACKWARDS, "processor": processor / _BACKWARDS}
 
     def _forward(self, way: str, tokens: int) -> torch.Tensor:
-        seed = self._steps[way] * dist.get_world_size() + dist.get_rank()
-        loss: torch.Tensor = self._ways[way].model(batch(REFERENCE, tokens, seed))
+        first = self._steps[way] * dist.get_world_size()
+        mine = range(dist.get_world_size()) if way == ONE_PROCESS else [dist.get_rank()]
+        inputs = torch.cat([batch(REFERENCE, tokens, first + rank) for rank in mine])
+        loss: torch.Tensor = self._ways[way].model(inputs)
         return loss
 
     def _finish(self, way: str, loss: torch.Tensor) -> None:

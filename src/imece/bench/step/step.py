@@ -11,7 +11,7 @@ from typing import Any
 from imece.bench import machine, report, targets
 from imece.bench.crew import Crew, slowest
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
-from imece.bench.step.ways import ALONE, OURS, OVERLAPPED, PACKAGES, missing
+from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, OVERLAPPED, PACKAGES, missing
 from imece.bench.targets import STEP, STRATEGY, StepTarget
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 from imece.listing import many
@@ -71,7 +71,7 @@ class Results:
     seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Tokens -> way -> a figure for each round."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Rank 0's loss after the last round."""
+    """The loss over all ranks after the last round."""
     traces: dict[str, dict[int, list[StepTrace]]] = field(default_factory=dict)
     """ "128" or "128-overlap" -> rank -> the steps that imece traced."""
     memory: dict[int, dict[str, Memory]] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def _measure(crew: Crew, results: Results, tokens: int) -> None:
 
     def seconds(way: str) -> float:
         answers = crew.ask("measure", way=way, tokens=tokens, steps=plan.steps)
-        results.losses[way] = answers[0]["loss"]
+        results.losses[way] = statistics.mean(answer["loss"] for answer in answers if "loss" in answer)
         return slowest(answers)
 
     results.seconds[tokens], results.taken[tokens] = alternate(ways, plan.rounds, seconds)
@@ -289,6 +289,8 @@ def _memory(results: Results) -> None:
     """Sizes ascend, because a process remembers its peak."""
     plan = results.plan
     for way in results.losses:
+        if way == ONE_PROCESS:  # which has no ranks
+            continue
         with Crew.of_ranks(f"memory of {way}", MODULE, plan.ranks) as crew:
             crew.ask("build", way=way)
             for tokens in sorted(plan.tokens):

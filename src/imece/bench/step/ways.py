@@ -21,7 +21,9 @@ from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.offload import Direct, Offload
 
 ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
-OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric")
+ONE_PROCESS = "data-parallel"
+"""torch's DataParallel: one process with the batches of all ranks, and as many threads."""
+OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric", ONE_PROCESS)
 WAYS = (ALONE, OURS, OVERLAPPED, *OTHERS)
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "zero3-gather")
 SHARDED_OTHERS = ("torch-zero1", "fully-shard", "deepspeed-zero3")
@@ -44,6 +46,8 @@ def missing(way: str) -> str | None:
     package = PACKAGES.get(way)
     if package is not None and importlib.util.find_spec(package) is None:
         return f"{package} is not installed (pip install {package})"
+    if way == ONE_PROCESS and torch.accelerator.is_available():
+        return "torch's DataParallel would take the GPUs"
     return deepspeed_is_locked() if package == "deepspeed" else None
 
 
@@ -94,6 +98,8 @@ class Builder:
         if way in (OURS, OVERLAPPED):
             overlap = True if way == OVERLAPPED else None
             return imece.DistributedDataParallel(model, process_group=self._shared_memory(), overlap=overlap)
+        if way == ONE_PROCESS:
+            return nn.DataParallel(model)
         group = self._shared_memory() if way == "torch-shm" else None
         return DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=way == "torch-gloo-view"
