@@ -328,7 +328,7 @@ def test_several_values_that_may_not_change() -> None:
 
 def test_what_is_none_is_named_as_an_option_takes_it() -> None:
     with pytest.raises(
-        UserError, match=r"holds a run with model\.layers = default, this command says 3"
+        UserError, match=r"holds a run with model\.layers = None, this command says 3"
     ) as mistake:
         check_same_run(TrainConfig(), parse(TrainConfig, ["--model.layers=3"], "imece train", ""))
     said = str(mistake.value).partition(" = ")[2].partition(",")[0]

@@ -50,8 +50,8 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
     if names := [name for name in old if old[name] != new[name]]:
         options = "those options" if names[1:] else "that option"
         raise UserError(
-            f"{now.folder} holds a run with {names[0]} = {_shown(old[names[0]])}, this command says "
-            f"{_shown(new[names[0]])}{_more(names)}: name another folder with --run, or leave {options} out"
+            f"{now.folder} holds a run with {names[0]} = {as_toml(old[names[0]])}, this command says "
+            f"{as_toml(new[names[0]])}{_more(names)}: name another folder with --run, or leave {options} out"
         )
 
 
@@ -68,18 +68,14 @@ def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path
     new = computed_with(now)
     if names := [name for name in new if name in before and before[name] != new[name]]:
         raise UserError(
-            f"{where} was made with {names[0]} = {_shown(before[names[0]])}, the run's config.toml says "
-            f"{_shown(new[names[0]])}{_more(names)}: put it back, or begin another run with --run"
+            f"{where} was made with {names[0]} = {as_toml(before[names[0]])}, the run's config.toml says "
+            f"{as_toml(new[names[0]])}{_more(names)}: put it back, or begin another run with --run"
         )
 
 
 def _computing(config: TrainConfig) -> dict[str, Any]:
     values = flat(config.absolute())
     return {name: value for name, value in values.items() if name not in MAY_CHANGE}
-
-
-def _shown(value: Any) -> str:
-    return "default" if value is None else as_toml(value)
 
 
 def _more(names: Sequence[str]) -> str:
