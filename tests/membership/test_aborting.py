@@ -133,7 +133,7 @@ def test_a_member_aborts_when_others_are_given_up(
     now = [100.0]
     monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(connections, "cut", lambda: 0)
-    roster = SimpleNamespace(generation=lambda number: Generation(number, members, lost))
+    roster = SimpleNamespace(since=lambda number: [Generation(number + 1, members, lost)])
     own = SimpleNamespace(
         _newest=1, _at=0, _members=before, _cut_at=math.inf, _moving=threading.Lock(), aborting=Aborting()
     )
@@ -266,6 +266,7 @@ def test_who_hears_of_a_death_by_an_error_aborts_before_the_groups_are_destroyed
     own.mesh = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
     own._members, own._cut_at, own._moving = {0, 1}, math.inf, threading.Lock()
     own._stores, own._alone, own.aborting = [], False, Aborting()
+    own._roster = cast(Any, SimpleNamespace(since=lambda number: [newest]))
     monkeypatch.setattr(aborting, "device_backends", lambda: [SimpleNamespace(abort=abort)])
     monkeypatch.setattr(member, "GuardedStore", lambda *_: dist.HashStore())
     monkeypatch.setattr(meshes, "reform", lambda *_: said.append("destroyed"))

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from imece.checkpoint import files as checkpoint_files
+from imece.checkpoint.load import all_steps
 from imece.train.step import Step
 from tests.membership.deaths import dropping
 from tests.train.command import Train, in_fork, train
@@ -197,7 +198,7 @@ def drops(folder: str) -> None:
     path = Path(folder)
     assert train(words(path, "whole"), path, fault=dropping).status == 0
     with Train(words(path, "run"), path, forked=True, fault=dropping) as running:
-        assert running.wait_until(reached(path / "run", 5))
+        assert running.wait_until(lambda: all_steps(path / "run/checkpoints"))
         running.kill()
         running.wait()
     assert 3 <= last(path / "run").step < STEPS

@@ -230,8 +230,8 @@ class Member:
         """If a host is silent, nobody hears that its ranks are gone: end whatever waits for them, and
         whatever waits for those that wait.
         """
-        if self._newest <= self._at:
-            return
+        if self._newest <= self._at or len(self._members) < 2:
+            return  # nor does who joins read all generations that there were
         newer = list(roster.since(self._at))
         with self._moving:
             # If it has moved meanwhile, what it had lost is nothing to the generation that it is in.
