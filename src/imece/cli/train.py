@@ -115,18 +115,23 @@ def read_config(words: list[str]) -> TrainConfig:
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     config.check_adapters()
-    _check_schedule(words, config)
+    _check_effects(words, config)
     return config
 
 
-def _check_schedule(words: Sequence[str], config: TrainConfig) -> None:
-    """UserError for a schedule that has no effect. One from a run or a file may stay, and so may one beside
-    `--mesh.pipeline 1`."""
+def _check_effects(words: Sequence[str], config: TrainConfig) -> None:
+    """UserError for an option without an effect: a schedule, or a batch in sequences beside one in tokens.
+    One from a run or a file may stay, and so may a schedule beside `--mesh.pipeline 1`."""
     named = {word.partition("=")[0] for word in words}
     if config.mesh.pipeline == 1 and "--mesh.schedule" in named and "--mesh.pipeline" not in named:
         raise UserError(
             f"--mesh.schedule {config.mesh.schedule} is for ranks to which layers are dealt: give "
             "--mesh.pipeline, 2 or more"
+        )
+    if config.batch.tokens and "--batch.sequences" in named:
+        raise UserError(
+            f"--batch.sequences {config.batch.sequences} has no effect beside batch.tokens = "
+            f"{config.batch.tokens}: give one of them, or --batch.tokens 0"
         )
 
 
