@@ -20,8 +20,9 @@ _start = util.spawnv_passfds
 
 
 def outlive_launcher() -> None:
-    """In a rank that leads its process group: trackers that start from here on will not belong to it."""
-    if os.getpgrp() == os.getpid():
+    """In a rank that leads its process group: trackers that start from here on will not belong to it. Who
+    leads a session, too, cannot leave its group."""
+    if os.getpgrp() == os.getpid() != os.getsid(0):
         util.spawnv_passfds = _start_outside
 
 

@@ -8,10 +8,12 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from imece.bench import targets
 from imece.bench.collectives import collectives
@@ -69,6 +71,26 @@ def test_a_way_that_trains_another_model_is_told() -> None:
     assert results.odd_ones == [GLOO, VIEW]
     del results.losses[GLOO], results.losses[VIEW]
     assert results.odd_ones == []
+
+
+def test_one_process_has_a_thread_for_each_rank_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    used: list[int] = []
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        used.append(torch.get_num_threads())
+        return torch.tensor(float(len(inputs)))  # the batches of both ranks
+
+    rank = Rank.__new__(Rank)
+    rank._ways = {ONE_PROCESS: SimpleNamespace(model=loss)}  # type: ignore[dict-item]
+    rank._steps = {ONE_PROCESS: 0}
+    monkeypatch.setattr(rank, "_finish", lambda *_: None)
+    torch.set_num_threads(1)
+    for number, losses in ((0, 2.0), (1, None)):
+        monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
+        assert rank.measure(ONE_PROCESS, 8, 1).get("loss") == losses
+    assert used == [2] and torch.get_num_threads() == 1, "what is traced next has one"
 
 
 def test_the_reference_model_has_the_size_that_is_quoted() -> None:

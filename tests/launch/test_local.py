@@ -307,6 +307,17 @@ time.sleep(1000)
     wait_until_gone(names)
 
 
+def test_a_rank_that_leads_a_session_starts_its_tracker() -> None:
+    """As under setsid: it cannot leave its process group."""
+    text = """
+from multiprocessing import resource_tracker
+from imece import trackers
+trackers.outlive_launcher()
+resource_tracker.ensure_running()
+"""
+    subprocess.run([sys.executable, "-c", text], start_new_session=True, check=True, timeout=100)
+
+
 def wait_until_gone(names: set[str]) -> None:
     """Nothing in /dev/shm has these names any more."""
     deadline = time.monotonic() + 20
