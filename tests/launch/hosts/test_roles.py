@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
@@ -128,6 +129,27 @@ def test_a_host_that_came_back_goes_on_when_the_one_it_came_back_to_dies(cluster
     made.die(0)
     assert made.leaders == [1]
     assert len(made.newest(1).members) == 2 * (hosts - 1)
+
+
+def test_who_comes_back_does_not_help_to_cut_off_those_that_it_went_on_with(cluster: Make) -> None:
+    """Hosts 4 to 8 go on without 0, which still counts on 4; then 5 and 6 begin anew with 0."""
+    made = cluster(9, max_restarts=99)
+    for one, other in itertools.product(range(4), (4, 7, 8, 5, 6)):
+        made.away.add(frozenset((one, other)))
+        made.unlink(one, other, told=(4,) if (one, other) == (0, 4) else (one, other))
+    made.settle()
+    assert made.newest(4).members == tuple(range(8, 18))
+    for back in (5, 6):
+        made.die(back)
+        made.away |= {frozenset((back, other)) for other in (4, 7, 8)}
+        made.away -= {frozenset((back, other)) for other in range(4)}
+        made.start(back)
+        made.settle()
+    made.hosts[1].dies(2)  # of that all hear, and so where the others are
+    made.settle()
+    assert frozenset((1, 5)) in made.links and 5 in made.heres[1].standing.newest.hosts  # type: ignore[union-attr]
+    made.cut({0})
+    assert made.leaders == [4], "five of the first nine are here, but two of them were elsewhere meanwhile"
 
 
 def test_the_store_in_which_ranks_meet_goes_with_a_host_that_has_no_ranks(cluster: Make) -> None:

@@ -216,7 +216,8 @@ class Coordinator:
         if not here.standing.may_go_on(side, here.dead):
             here.turn = Seek(here.standing.cut_off(side, here.dead))
             return
-        here.standing = here.standing.publish(here.standing.next({here.me, *self._far}, here.me))
+        published = here.standing.next({here.me, *self._far}, here.me, self._new)
+        here.standing = here.standing.publish(published)
         self._publish_view()
 
     def _publish_view(self) -> None:
