@@ -433,8 +433,11 @@ def test_a_page_has_what_is_next(capsys: pytest.CaptureFixture[str], tmp_path: P
     text = html.unescape((tmp_path / "plan.html").read_text(encoding="utf-8"))
     assert call.startswith("mesh = ") and all(f"{line})" in text for line in call[:-1].split(") "))
     assert "batch: " in left and left.partition("batch: ")[2].partition(";")[0] in text
-    (table,) = re.findall(r"How to do it with imece</h2>\n.*?<table[^>]*>(.*?)</table>", text)
-    assert "<tr><th></th>" in table and table.count("<th>") == table.count("<td>") == table.count("<tr>")
+    how = re.search(
+        r"How to do it with imece</h2>\n<pre>(.*?)</pre>.*?<table[^>]*>(.*?)</table>", text, re.DOTALL
+    )
+    assert how is not None and how[1].startswith("mesh = ") and len(how[1].splitlines()) > 1  # to be copied
+    assert how[2].count("<th>") == how[2].count("<td>") == how[2].count("<tr>")
 
 
 def test_a_page_about_one_gpu_has_no_messages_and_no_losers(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import html
 import io
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def page_of(explained: Explained, answer: Answer) -> str:
         "<h2>What would change the answer</h2>",
         _table([("", gain) for gain in explained.gains]),
         "<h2>How to do it with imece</h2>",
-        _table(_next(explained.next)),
+        _next(explained.next),
         f'<figure class="picture"><figcaption>All of it</figcaption><div><img alt="{_ALT}" '
         f'src="data:image/png;base64,{encoded}"></div></figure>',
         "<details><summary>The time axis in words</summary>",
@@ -165,13 +164,12 @@ def _memory(candidate: Candidate, question: Question) -> str:
     )
 
 
-def _next(found: Next) -> list[tuple[str, str]]:
-    """The script and the command for this plan."""
+def _next(found: Next) -> str:
+    """The calls for this plan, and what is left to the script."""
+    says = [("", found.says)] if found.says else []
     if found.call is None:
-        return [("", found.says)]
-    names = itertools.chain(["call"], itertools.repeat(""))
-    calls = zip(names, found.call.text().splitlines(), strict=False)
-    return [*calls, *([("", found.says)] if found.says else []), *found.call.left()]
+        return _table(says)
+    return f"<pre>{html.escape(found.call.text())}</pre>" + _table([*says, *found.call.left()])
 
 
 def _bars(rows: Iterable[tuple[str, float, str]]) -> str:

@@ -32,7 +32,7 @@ h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .tiles b { display: block; font-size: 1.4rem; white-space: nowrap; line-height: 1.2; font-weight: 650; }
 .tiles span { display: block; margin-top: .2rem; font-size: .85rem; line-height: 1.3; color: var(--soft); }
 .card { padding: .9rem 1rem; margin: .75rem 0; overflow-x: auto; }
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .4rem .8rem;
+.bars { display: grid; grid-template-columns: fit-content(45%) 1fr max-content; gap: .4rem .8rem;
   align-items: center; font-size: .92rem; }
 .bars i { display: block; height: .8rem; border-radius: 3px; background: var(--level); min-width: 2px; }
 .bars .own { font-weight: 650; } .bars i.own { background: var(--val); }
@@ -78,8 +78,8 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 table i { display: inline-block; width: .75em; height: .75em; border-radius: 2px; background: currentColor;
   margin-right: .5em; }
 pre { margin: .75rem 0; padding: .8rem 1rem; background: var(--code); border: 1px solid var(--line);
-  border-radius: 8px; overflow-x: auto; font: .84rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas,
-  "DejaVu Sans Mono", monospace; tab-size: 8; }
+  border-radius: 8px; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 8;
+  font: .84rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .commands pre { margin: .2rem 0 .8rem; }
 summary { cursor: pointer; font-size: 1.1rem; font-weight: 650; margin: 2.2rem 0 .6rem; }
 @media (max-width: 32rem) { body { padding: 1rem .7rem 2rem; } figure, .card { padding: .8rem .7rem; }
