@@ -237,6 +237,12 @@ def test_what_deepspeed_takes_where_a_file_says_nothing(
             "cosine after a warm-up of 1,000 steps in a line; DeepSpeed's is logarithmic, unless warmup_type",
         ),
         (
+            "WarmupDecayLR",
+            {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_type": "linear"},
+            ScheduleSettings("linear", 10, 100, 0.0),
+            "linear after a warm-up of 10 steps in a line",
+        ),
+        (
             "WarmupLR",
             {"warmup_num_steps": "auto", "warmup_type": "linear"},
             ScheduleSettings("constant"),

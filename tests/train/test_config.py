@@ -90,7 +90,7 @@ CONFIGS = some(
         OptimizerSection,
         kind=st.sampled_from(["muon", "adamw"]),
         lr=RATES,
-        schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+        schedule=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
         warmup=COUNTS_OR_0,
         min_lr=st.floats(0, 1),
         weight_decay=RATES,

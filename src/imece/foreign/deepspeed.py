@@ -376,16 +376,19 @@ def _schedule(values: Reading) -> ScheduleSettings | None:
     warmup = values.whole(f"{section}warmup_num_steps")
     steps = values.whole(f"{section}total_num_steps", 1)
     least = values.number(f"{section}cos_min_ratio")
-    kinds: dict[str | None, Literal["constant", "cosine"]] = {
+    kinds: dict[str | None, Literal["constant", "cosine", "linear"]] = {
         "WarmupLR": "constant",
         "WarmupCosineLR": "cosine",
+        "WarmupDecayLR": "linear",
     }
     if kind not in kinds:
         values.leave("scheduler", "any of torch's schedulers works in your loop; imece train has no such one")
         return None
     if not values.has(f"{section}warmup_num_steps"):
         warmup = _WARMUP
-    if not values.has(f"{section}cos_min_ratio"):
+    if kinds[kind] == "linear":
+        least = 0.0
+    elif not values.has(f"{section}cos_min_ratio"):
         least = _LEAST
     how = "in a line; DeepSpeed's is logarithmic, unless warmup_type is linear"
     if values.word(f"{section}warmup_type") == "linear":
@@ -393,11 +396,14 @@ def _schedule(values: Reading) -> ScheduleSettings | None:
         how = "in a line"
     values.take("scheduler.type", f"{kinds[kind]} after a warm-up of {_steps(warmup)} {how}")
     values.take(f"{section}warmup_num_steps", "steps of the warm-up")
-    if kinds[kind] == "cosine":
+    if kinds[kind] == "constant":
+        steps = least = None
+    else:
         values.take(f"{section}total_num_steps", "steps of the run")
+    if kinds[kind] == "cosine":
         values.take(f"{section}cos_min_ratio", "where the cosine ends")
     values.leave("scheduler", "imece train warms up in a line from 0 to the optimizer's lr")
-    return ScheduleSettings(kinds[kind], warmup, steps, least if kinds[kind] == "cosine" else None)
+    return ScheduleSettings(kinds[kind], warmup, steps, least)
 
 
 def _steps(count: int | None) -> str:

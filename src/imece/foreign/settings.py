@@ -31,14 +31,14 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """A learning rate that rises over `warmup` steps and then stays, or falls as a cosine to the share
-    `least`."""
+    """A learning rate that rises over `warmup` steps and then stays, or falls as a cosine or in a line to the
+    share `least`."""
 
-    kind: Literal["constant", "cosine"]
+    kind: Literal["constant", "cosine", "linear"]
     warmup: int | None = None
     """None: the usual number."""
     steps: int | None = None
-    """All steps, for the cosine."""
+    """All steps, unless it stays."""
     least: float | None = None
 
 

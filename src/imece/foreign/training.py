@@ -82,7 +82,7 @@ def _values(settings: Settings) -> dict[str, Any]:
         }
     if schedule is not None:
         values |= {"optimizer.schedule": schedule.kind, "optimizer.warmup": schedule.warmup}
-        if schedule.kind == "cosine":
+        if schedule.kind != "constant":
             values |= {"optimizer.min_lr": schedule.least, "steps": schedule.steps}
     values |= {
         "optimizer.clip": settings.clip,

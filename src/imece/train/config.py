@@ -28,7 +28,7 @@ Strategy = Literal[
     "ddp", "fsdp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
 Optimizer = Literal["muon", "adamw"]
-Schedule = Literal["cosine", "wsd", "constant"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
 Quantize = Literal["none", "nf4"]
@@ -191,7 +191,8 @@ class OptimizerSection:
     #: The highest learning rate. adamw needs about a third of muon's. With --from the default is 5e-5.
     lr: float = 4e-3
     schedule: Schedule = "cosine"
-    """cosine: down to min_lr at the last step; wsd: level, then down over the last fifth; constant."""
+    """cosine or linear: down to min_lr at the last step; wsd: level, then down over the last fifth;
+    constant."""
     warmup: int = 20
     """Steps over which the rate rises from 0."""
     min_lr: float = 0.1
