@@ -99,6 +99,25 @@ def test_what_is_stuck_is_left(lane: int) -> None:
     assert written == ["next", "over"]
 
 
+def test_a_call_begins_while_others_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, just when this one lets go of the lock."""
+    lock, stuck = pending._lock, threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            monkeypatch.setattr(pending, "_lock", lock)
+            pending.give_up("rank 3 is gone", 0.0)
+
+    monkeypatch.setattr(pending, "_lock", Lock())
+    with pytest.raises(PeerLostError, match="rank 3 is gone"):
+        in_background(stuck.wait).wait()
+    stuck.set()
+
+
 def test_what_ends_in_time_is_not_given_up() -> None:
     task = in_background(partial(time.sleep, 0.2))
     pending.give_up("rank 3 is gone", 10)

@@ -1,10 +1,10 @@
 """Collectives under way: what `async_op=True` returns, and the threads that run schedules in the background.
- torch's own collectives progress by themselves. A schedule does not: somebody must
-sum what has arrived and post what comes next. For asynchronous calls, one thread of
-this process does that, for one call after the other in their order, which is the
-same on all ranks, as with any collective. If such a task still uses a group, a later
-call on that group waits for it first (`drain`), so that messages of the two cannot
-be confused.
+
+torch's own collectives progress by themselves. A schedule does not: somebody must sum what has arrived and
+post what comes next. For asynchronous calls, one thread of this process does that, for one call after the
+other in their order, which is the same on all ranks, as with any collective. If such a task still uses a
+group, a later call on that group waits for it first (`drain`), so that messages of the two cannot be
+confused.
 
 A lane is one more such thread, for calls that use nothing that others use at the same time (over_hosts.py):
 calls in different lanes run side by side.
@@ -265,7 +265,7 @@ def in_background(run: Callable[[], object], *groups: dist.ProcessGroup, lane: i
         if lane not in _servers:
             _servers[lane] = _Server(lane)
         unfinished.append(task)
-    _servers[lane].tasks.put(task)
+        _servers[lane].tasks.put(task)  # here: once the lock is free, give_up may take the server away
     return task
 
 
@@ -279,9 +279,11 @@ def at_once(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
 
 def drain(*groups: dist.ProcessGroup) -> None:
     """Wait until no background task uses any of these groups any more."""
-    if not unfinished or threading.current_thread() in [each.thread for each in _servers.values()]:
+    if not unfinished:
         return
     with _lock:
+        if threading.current_thread() in [each.thread for each in _servers.values()]:
+            return
         waiting = [task for task in unfinished if any(group in task.groups for group in groups)]
     for task in waiting:
         task.settled()
