@@ -251,6 +251,8 @@ _ALL_REDUCE = {
     "recursive_doubling": recursive_doubling,
     "tree": tree_all_reduce,
 }
+
+
 # --- what it costs
 
 

@@ -1,13 +1,12 @@
 """Sends bf16 instead of fp32, and still sums in fp32. Half the bytes on every backend.
- A ring that sums in bf16 rounds at every hop, so its error grows with the number of
-ranks. Here each element is rounded twice, whatever the number of ranks: each rank
-sends its slices in bf16 to their owners, an owner sums in fp32 in the order of ranks
-and rounds once, and the sums travel back in bf16. The owner's own contribution is
-rounded like the others', and every rank takes the rounded sum, so all ranks hold the
-same bits.
 
-    |result − exact| <= 2⁻⁸ · (sum of |contributions| + |sum|)  (bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at
-    most)
+A ring that sums in bf16 rounds at every hop, so its error grows with the number of ranks. Here each element
+is rounded twice, whatever the number of ranks: each rank sends its slices in bf16 to their owners, an owner
+sums in fp32 in the order of ranks and rounds once, and the sums travel back in bf16. The owner's own
+contribution is rounded like the others', and every rank takes the rounded sum, so all ranks hold the same
+bits. bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at most:
+
+    |result − exact| <= 2⁻⁸ · (sum of |contributions| + |sum|)
 
 A reduce-scatter ends with its owners' sums, which stay in fp32: its elements are rounded once.
 """

@@ -1,10 +1,10 @@
 """`shared_empty`: tensors in memory that every rank of the host can map.
- Collectives on such tensors need no staging copy: a rank reads the others' data where
-it lies. Blocks are cut from arenas (segments of this process), first fit; a block
-goes back when the last tensor on it is gone. An arena whose last block is gone is
-kept as a spare for the next tensor, since making one (and mapping it in every rank)
-costs more than most collectives on it. Beyond 128 MiB of spares, the oldest go back
-to the system.
+
+Collectives on such tensors need no staging copy: a rank reads the others' data where it lies. Blocks are cut
+from arenas (segments of this process), first fit; a block goes back when the last tensor on it is gone. An
+arena whose last block is gone is kept as a spare for the next tensor, since making one (and mapping it in
+every rank) costs more than most collectives on it. Beyond 128 MiB of spares, the oldest go back to the
+system.
 """
 
 from __future__ import annotations
