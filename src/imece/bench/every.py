@@ -14,6 +14,7 @@ import torch.distributed as dist
 import imece  # noqa: F401 - registers the backend "shm"
 from imece.bench import crew
 from imece.collectives import links, ops
+from imece.collectives.link_types import table_line
 from imece.world import LOOPBACK
 
 COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "send/recv")
@@ -53,7 +54,7 @@ class Rank:
             return {}
         found = links.measure(group)
         assert found.inside is not None
-        return {"line": links.table_line(found), **asdict(found.inside)}
+        return {"line": table_line(found), **asdict(found.inside)}
 
     def _cases(self) -> dict[str, Callable[[], bool]]:
         return {

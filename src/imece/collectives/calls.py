@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -52,9 +51,10 @@ def finish() -> None:
 mesh.before_closing.append(finish)
 
 
-def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
-    """Whether imece's own engine moves this tensor: it checks calls itself and knows all reductions."""
-    return type(group) is SharedMemoryGroup and tensor.is_cpu
+def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor | None) -> TypeGuard[SharedMemoryGroup]:
+    """Whether imece's own engine moves this tensor (None: a barrier's), not NCCL in a group of
+    "cpu:shm,cuda:nccl". It checks calls itself and knows all reductions."""
+    return type(group) is SharedMemoryGroup and (tensor is None or tensor.is_cpu)
 
 
 def collectives_made(group: dist.ProcessGroup, device: torch.device) -> int | None:
@@ -129,7 +129,7 @@ class Call:
                 works: Waitable | list[Waitable]
                 if checker is not None and async_op and not self._keeps_order:
                     one = cast(Callable[[], Waitable], launch)
-                    works = _Checked(checker.call(one, self._announced(), self._device))
+                    works = checker.call(one, self._announced(), self._device)
                 else:
                     with waiting, self._labelled(), self._here(async_op):
                         if checker is not None:
@@ -254,7 +254,7 @@ class Call:
 
     def _labelled(self) -> contextlib.AbstractContextManager[None]:
         """A label for the recorder; shared memory notes a call itself, when its turn comes."""
-        if self.label and self._in_shared_memory and isinstance(self.group, SharedMemoryGroup):
+        if self.label and in_shared_memory(self.group, self.tensor):
             return self.group.labelled(self.label)
         return _NOTHING
 
@@ -264,15 +264,9 @@ class Call:
             return self.group.inline()
         return _NOTHING
 
-    @property
-    def _in_shared_memory(self) -> bool:
-        """Whether imece's engine moves it, not NCCL in a group of "cpu:shm,cuda:nccl". None is a
-        barrier's device."""
-        return type(self.group) is SharedMemoryGroup and (self.tensor is None or self.tensor.is_cpu)
-
     def _enter(self) -> int | None:
         """The recorder's token; None for calls that shared memory notes itself."""
-        if self._in_shared_memory:
+        if in_shared_memory(self.group, self.tensor):
             return None
         dtype, shape = (self.tensor.dtype, self.tensor.shape) if self.tensor is not None else (None, ())
         return recorder.enter(
@@ -296,7 +290,7 @@ class Call:
         return None
 
     def _checker(self) -> checks.Checker | None:
-        if self._in_shared_memory or self.op in POINT_TO_POINT or self.group.size() == 1:
+        if in_shared_memory(self.group, self.tensor) or self.op in POINT_TO_POINT or self.group.size() == 1:
             return None
         return checks.checker(self.group) or checks.meet(self.group, f"{self.op} number 1")
 
@@ -305,17 +299,3 @@ class Call:
             (self.tensor.dtype, tuple(self.tensor.shape)) if self.tensor is not None else (None, ())
         )
         return Announced(self.op, dtype, shape, self.reduce_op, self.root, self.label, self.way)
-
-
-class _Checked:
-    """A call that starts after its check, waited for like torch's Work."""
-
-    def __init__(self, work: checks.CheckedWork) -> None:
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None, /) -> bool:
-        self._work.wait(timeout.total_seconds() if timeout is not None else None)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.done()

@@ -75,10 +75,6 @@ class Check:
         self.opened = rollcall.opened  # bytes that the ranks of this host have offered, in the order of ranks
         self._checker, self._rollcall, self._before = checker, rollcall, before
 
-    def done(self) -> bool:
-        """Whether all fingerprints are here, or the gathering has failed: `wait` would not block on it."""
-        return self._rollcall.done()
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns once all ranks are known to make the same call, and earlier asynchronous ones have started.
 
@@ -105,7 +101,8 @@ class Check:
 
 
 class CheckedWork:
-    """A collective that starts as soon as its check allows. Created by `Checker.call`."""
+    """A collective that starts as soon as its check allows, waited for like torch's Work. Created by
+    `Checker.call`."""
 
     def __init__(
         self, check: Check, launch: Callable[[], Waitable | None], device: torch.device | None
@@ -119,16 +116,19 @@ class CheckedWork:
         self._place = Place(device, beside=check._checker.is_nccls(device))
         self._mode = without_gradients()
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether `wait` would not block."""
-        return self.started.is_set() and (self._work is None or bool(self._work.is_completed()))
+        if not self.started.is_set():
+            return False
+        work = self._work  # another thread may be at the end of `wait`
+        return work is None or work.is_completed()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Returns when the collective is complete (on CUDA: when the current stream waits for it).
 
         Errors as for `Check.wait`, and whatever starting the collective raised.
         """
-        deadline = _deadline(timeout_s)
+        deadline = _deadline(timeout.total_seconds() if timeout is not None else None)
         self._wait_started(deadline)
         if self._error is not None:
             raise self._error
@@ -136,6 +136,7 @@ class CheckedWork:
             checker = self._check._checker
             _wait(checker.sliced_call(self._work, self._device), deadline, self._check.what, checker)
         self._work = self._launch = None  # the checker keeps its last call, and would keep its tensors
+        return True
 
     def _wait_started(self, deadline: float | None) -> None:
         if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):

@@ -47,32 +47,20 @@ def check_forced(name: str) -> None:
         raise UserError(f"IMECE_SCHEDULE={name} is no schedule{nearest(name, _KNOWN)}")
 
 
-def choose(
-    op: str,
-    nbytes: int,
-    links: Links,
-    schedule: str | None = None,
-    forced: str = "",
-) -> Choice:
+def choose(op: str, nbytes: int, links: Links, forced: str = "") -> Choice:
     """The schedule for one call. Pure.
 
-    op: a key of schedules.SCHEDULES. nbytes: of the whole tensor. schedule: forces a name, None or "auto"
-    chooses. forced: IMECE_SCHEDULE, which forces it for every operation that knows the name. UserError for a
-    name that no operation knows, or that `op` does not know when the argument gives it.
+    op: a key of schedules.SCHEDULES. nbytes: of the whole tensor. forced: IMECE_SCHEDULE, which forces a name
+    for every operation that knows it. UserError for a name that no operation knows.
     """
     times = predict(op, nbytes, links)
-    why = "predicted"
-    name = None if schedule in (None, "auto") else schedule
-    if name is not None:
-        why = "predicted, forced by the argument"
-        if name not in times:
-            raise UserError(f"unknown schedule {name!r} of {op}{nearest(name, list(times))}")
-    elif forced:
+    if forced:
         check_forced(forced)
-        if forced in times:
-            name, why = forced, "predicted, forced by IMECE_SCHEDULE"
-    if name is None:
+    if forced in times:
+        name, why = forced, "predicted, forced by IMECE_SCHEDULE"
+    else:
         name = min(times, key=lambda each: times[each] * (GAIN if each == "native" else 1.0))
+        why = "predicted"
     others = sorted(((each, took) for each, took in times.items() if each != name), key=lambda item: item[1])
     return Choice(op, nbytes, name, times[name], tuple(others), why)
 

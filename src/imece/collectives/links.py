@@ -1,10 +1,9 @@
-"""Measures how fast ranks can talk, and says which schedule is the fastest for a message of some size.
+"""Measures how fast ranks can talk. link_types.py defines the words, choice.py takes the schedule that is the
+fastest by them for a message of some size.
 
     links = measure(group, hosts)                   # all ranks together; the same result on every rank
     print(table_line(links))                        # link  gloo 1.4 GB/s, 165 us in the host
     print(choose("all_reduce", 16 << 20, links))    # 16 MiB all_reduce: ring, 13 ms predicted (native 15)
-
-link_types.py defines the words, choice.py makes the choice.
 """
 
 from __future__ import annotations
@@ -17,23 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from imece.collectives.choice import Choice, best_parts, choose, predict
 from imece.collectives.execute import Message, post
-from imece.collectives.link_types import Hosts, Link, Links, Native, table_line
+from imece.collectives.link_types import Hosts, Link, Links, Native
 from imece.collectives.schedules import SCHEDULES
-
-__all__ = [
-    "Choice",
-    "Link",
-    "Links",
-    "Native",
-    "best_parts",
-    "choose",
-    "measure",
-    "pairs_to_measure",
-    "predict",
-    "table_line",
-]
 
 SMALL_BYTES, LARGE_BYTES = 8, 2 << 20
 ROUNDS, PINGS = 7, 5  # medians over rounds, of several small messages: one is near the clock's grain

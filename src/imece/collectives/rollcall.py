@@ -40,10 +40,6 @@ class RollCall:
         self._work: dist.Work | None = None
         self._go_on(inline)
 
-    def done(self) -> bool:
-        """Whether all rows are here. It does not go on by itself from one level to the next."""
-        return not self._left and (self._work is None or bool(self._work.is_completed()))
-
     def wait(self, wait_for: Callable[[dist.Work], None]) -> torch.Tensor:
         """uint8 [world_size, nbytes], in the order of the group's ranks. wait_for: waits for one work."""
         while self._work is not None:
