@@ -384,7 +384,7 @@ def test_calls_of_the_cpus_tensors_beside_nccl_can_be_given_up(monkeypatch: pyte
 def test_a_message_from_anybody_to_a_gpu_is_not_shared_memorys() -> None:
     told: list[int] = []
     called = SimpleNamespace(recv_anysource=lambda tensors, tag: told.append(tag))
-    group: Any = SimpleNamespace(_others=SimpleNamespace(group=lambda tensor, owner: called))
+    group: Any = SimpleNamespace(_others=SimpleNamespace(on=lambda device, owner: called))
     SharedMemoryGroup.recv_anysource(group, [torch.empty(1)], 3)
     assert told == [3]
 

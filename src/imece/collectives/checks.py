@@ -24,6 +24,7 @@ Gloo process.
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import struct
 import threading
@@ -50,7 +51,7 @@ from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.status import says_timed_out
 
-# What travels: number of the call, fingerprint, six dims + 1 (0: none), way; then the label, which is
+# What travels: number of the call, fingerprint, shape as six_dims, way; then the label, which is
 # not compared.
 _ROW = struct.Struct("=qq6q48s128s")
 _COMPARED_BYTES = 64 + 48
@@ -249,18 +250,10 @@ class Checker:
         if self.failure is not None:
             raise self.failure
         op, dtype, shape, reduce_op, root, label, way = announced
-        numel = 1
-        for dim in shape:
-            numel *= dim
-        dims = [dim + 1 for dim in shape[:6]]
-        for dim in shape[6:]:
-            dims[5] = (dims[5] - 1) * dim + 1
         self._number += 1
-        fingerprint = fp.pack(op, reduce_op, dtype, numel, root)
+        fingerprint = fp.pack(op, reduce_op, dtype, math.prod(shape), root)
         row = bytearray(_ROW.size)
-        _ROW.pack_into(
-            row, 0, self._number, fingerprint, *dims, *(0,) * (6 - len(dims)), way.encode(), label.encode()
-        )
+        _ROW.pack_into(row, 0, self._number, fingerprint, *fp.six_dims(shape), way.encode(), label.encode())
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
         if inline and self._behind is not None and len(self.companions.levels) > 1:
             self._behind.started.wait()  # or on some ranks this one might be the first between the hosts
@@ -362,8 +355,7 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 def _unpack(raw: bytes) -> _Said:
     number, fingerprint, *dims, way, label = _ROW.unpack(raw)
-    shape = tuple(dim - 1 for dim in dims if dim > 0)
-    return _Said(number, fingerprint, shape, text_of(way), text_of(label))
+    return _Said(number, fingerprint, fp.shape_of(dims), text_of(way), text_of(label))
 
 
 def _explain(said: dict[int, _Said]) -> str:

@@ -35,9 +35,7 @@ _OP_BITS = {name: code << _OP_SHIFT for code, name in enumerate(OPS)}
 _REDUCE_BITS = {name: code << _REDUCE_SHIFT for code, name in enumerate(REDUCE_OPS)}
 _OTHER_DTYPE = DTYPES.index("other") << _DTYPE_SHIFT
 _DTYPE_BITS: dict[torch.dtype | None, int] = {None: 0} | {
-    getattr(torch, name): code << _DTYPE_SHIFT
-    for code, name in enumerate(DTYPES)
-    if name and name != "other" and hasattr(torch, name)
+    getattr(torch, name): code << _DTYPE_SHIFT for code, name in enumerate(DTYPES) if name and name != "other"
 }
 DTYPE_CODES = {dtype: bits >> _DTYPE_SHIFT for dtype, bits in _DTYPE_BITS.items()}
 
@@ -102,7 +100,7 @@ def describe(fingerprint: int, names: Sequence[int] | None = None) -> str:
     fields = unpack(fingerprint)
     if names is not None and fields.root >= 0:
         fields = fields._replace(root=names[fields.root])
-    return _describe(fields, None)
+    return words(fields)
 
 
 def describe_tensor(fingerprint: int) -> str:
@@ -155,23 +153,37 @@ def explain(
     fields = {rank: unpack(value) for rank, value in fingerprints.items()}
     same_op = len({f.op for f in fields.values()}) == 1
     same_but_tensor = same_op and len({(f.reduce_op, f.root) for f in fields.values()}) == 1
-    words: dict[int, str] = {}
+    said: dict[int, str] = {}
     for rank, field in fields.items():
         shape = shapes.get(rank)
-        text = _tensor(field, shape) if same_but_tensor else _describe(field, shape)
+        text = _tensor(field, shape) if same_but_tensor else words(field, shape)
         if not same_way:
             text += f" with {ways.get(rank) or 'neither schedule nor wire'}"
         label = (labels or {}).get(rank, "")
-        words[rank] = f"{text} ({label})" if label else text
+        said[rank] = f"{text} ({label})" if label else text
     op = next(iter(fields.values())).op if same_op else ""
     asked = "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts"
     return mismatch_message(
         seq,
-        words,
+        said,
         op=op,
         verb="sent" if same_but_tensor else "called",
         asked=asked if same_call else "run the same forward",
     )
+
+
+def six_dims(shape: Sequence[int]) -> list[int]:
+    """A shape in six numbers: each dim plus 1, 0 for no dim; dims beyond the sixth are multiplied into the
+    sixth."""
+    dims = [dim + 1 for dim in shape[:6]]
+    for dim in shape[6:]:
+        dims[5] = (dims[5] - 1) * dim + 1
+    return dims + [0] * (6 - len(dims))
+
+
+def shape_of(dims: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of `six_dims`."""
+    return tuple(dim - 1 for dim in dims if dim > 0)
 
 
 def rank_words(ranks: list[int]) -> str:
@@ -195,7 +207,8 @@ def _tensor(field: Fields, shape: tuple[int, ...] | None) -> str:
     return f"{field.dtype}[{', '.join(map(str, dims))}]"
 
 
-def _describe(field: Fields, shape: tuple[int, ...] | None) -> str:
+def words(field: Fields, shape: tuple[int, ...] | None = None) -> str:
+    """One call in words, as `describe`, with the tensor's shape if that is known."""
     text = field.op or "nothing"
     if field.reduce_op:
         text += f"({field.reduce_op})"

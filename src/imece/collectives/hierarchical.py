@@ -304,7 +304,7 @@ def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
     if hosts.opened and hosts.opened[host.rank()].data_ptr() == tensor.data_ptr():
         return [each.view(tensor.dtype) for each in hosts.opened]
     assert isinstance(host, SharedMemoryGroup)
-    return host.open(tensor) or []
+    return host.open(tensor)
 
 
 def _open_each(offered: torch.Tensor | None, out: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:

@@ -134,12 +134,9 @@ class Recorder:
         row = self._row(group_name)
         word = (ring.GROUPS_AT + row * ring.GROUP_BYTES) // 8 + (op in ring.POINT_TO_POINT)
         numbers = self._numbers.setdefault(word, itertools.count(1))
-        dims = [dim + 1 for dim in shape[:6]]
-        for dim in shape[6:]:
-            dims[5] = (dims[5] - 1) * dim + 1
         body = ring.BODY.pack(
             _OP_CODES[op], _REDUCE_CODES[reduce_op], fp.DTYPE_CODES.get(dtype, fp.DTYPES.index("other")),
-            len(shape), row, peer, *dims, *(0,) * (6 - len(dims)), _short(label),
+            len(shape), row, peer, *fp.six_dims(shape), _short(label),
         )  # fmt: skip
         if len(self._bodies) >= _MAX_BODIES:
             self._bodies.clear()
@@ -246,7 +243,7 @@ mesh.once_arranged.append(_begin_again)
 
 def _place() -> tuple[int, int, str]:
     """(rank, world_size, job), as far as this process knows."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), _job()
     return _number("RANK", -1), _number("WORLD_SIZE", 0), _job()
 

@@ -14,6 +14,7 @@ copies it until two copies agree and both tokens are equal, and leaves out a rec
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -61,11 +62,9 @@ class Call:
     @property
     def what(self) -> str:
         """E.g. "all_reduce(sum) of float32[8, 4] (blocks.0.weight)"."""
-        text = self.op + (f"({self.reduce_op})" if self.reduce_op else "")
-        if self.peer >= 0:
-            text += f" {'to' if self.op in ('send', 'reduce', 'gather') else 'from'} {self.peer}"
-        if self.dtype:
-            text += f" of {self.dtype}[{', '.join(map(str, self.shape))}]"
+        text = fp.words(
+            fp.Fields(self.op, self.reduce_op, self.dtype, self.peer, math.prod(self.shape)), self.shape
+        )
         return text + (f" ({self.label})" if self.label else "")
 
 
@@ -174,8 +173,7 @@ def _call(view: mmap.mmap, slot: int, group_names: list[str]) -> Call | None:
         group = group_names[row]
     except IndexError:
         return None
-    shape = tuple(dim - 1 for dim in rest[:6] if dim > 0)
-    return Call(token, number, group, *names, shape, peer, text_of(rest[6]), start_ns, end_ns)
+    return Call(token, number, group, *names, fp.shape_of(rest[:6]), peer, text_of(rest[6]), start_ns, end_ns)
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Sequence
 
@@ -21,7 +22,7 @@ from imece.collectives.shared_memory.small import (
     SmallGather,
     SmallReduce,
 )
-from imece.collectives.shared_memory.tensors import as_bytes, flattened, nothing, plain, writing
+from imece.collectives.shared_memory.tensors import as_bytes, flat_and_back, nothing, plain, writing
 from imece.collectives.shared_memory.waiting import Operation, Steps
 from imece.collectives.waited import here, waiting
 
@@ -42,7 +43,7 @@ class DirectCalls(GroupBase):
         """
         small = self._small(op, input.dtype, input.shape, reduce_op, root)
         if small is None:
-            target, back = flattened(output)
+            target, back = flat_and_back(output)
             source = target if output is input else plain(input).view(-1)
             fingerprint, steps = self._steps(op, input, source, target, reduce_op, root)
             noted = self._noted(fingerprint, input.dtype, input.shape, steps, back, label)
@@ -60,8 +61,8 @@ class DirectCalls(GroupBase):
         else:
             self._run_small(small, source, target, label)
 
-    def open(self, tensor: Tensor, label: str = "") -> list[Tensor] | None:
-        """Every rank's `tensor` where it lies, in rank order; None, on all ranks, unless all are in
+    def open(self, tensor: Tensor, label: str = "") -> list[Tensor]:
+        """Every rank's `tensor` where it lies, in rank order; an empty list, on all ranks, unless all are in
         shared memory.
 
         tensor: flat, on the CPU, of one dtype and size on all ranks. From here until all ranks have called
@@ -69,7 +70,7 @@ class DirectCalls(GroupBase):
         """
         fingerprint = pack("open", "", tensor.dtype, tensor.numel(), -1)
         found = self._open(fingerprint, tensor, tensor.dtype, tensor.shape, label)
-        return [each.view(tensor.dtype) for each in found] or None
+        return [each.view(tensor.dtype) for each in found]
 
     def open_each(self, offered: Tensor | None) -> list[Tensor]:
         """Like `open`, but each rank offers any contiguous tensor on the CPU, or none.
@@ -136,13 +137,12 @@ class DirectCalls(GroupBase):
         offered = [self.open(tensor, "to be posted") for tensor in tensors]
         if not all(offered):
             return None
-
         return Posted(
             self._engine,
-            [ranks for ranks in offered if ranks is not None],
+            offered,
             [reduction("sum", tensor.dtype) for tensor in tensors],
             scatter=scatter,
-            open_sheet=lambda sheet: self.open(sheet, "what is posted") or [],
+            open_sheet=lambda sheet: self.open(sheet, "what is posted"),
             fail=self._runner.fail,
         )
 
@@ -217,9 +217,7 @@ class DirectCalls(GroupBase):
             return self._smalls[key]
         except KeyError:
             pass
-        nbytes = dtype.itemsize
-        for dim in shape:
-            nbytes *= dim
+        nbytes = dtype.itemsize * math.prod(shape)
         made: Small | None = None
         if nbytes <= (REDUCED_BYTES if reduce_op else EXCHANGED_BYTES):
             with torch.inference_mode(False):  # its views of slots are written to outside of the mode too

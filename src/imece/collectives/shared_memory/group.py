@@ -19,7 +19,7 @@ from imece.collectives.shared_memory.tensors import (
     check_rank,
     check_tag,
     check_written,
-    flattened,
+    flat_and_back,
     named,
     nothing,
     plain,
@@ -57,8 +57,8 @@ def _op_name(opts: Any) -> str:
 
 
 def _addend(tensor: Tensor, opts: Any) -> tuple[Tensor, Callable[[], None]]:
-    """This rank's input to a reduction, as by `flattened`. For PREMUL_SUM a copy, times its own factor."""
-    flat, back = flattened(tensor)
+    """As `flat_and_back`, of an addend. For PREMUL_SUM that is a copy, times this rank's own factor."""
+    flat, back = flat_and_back(tensor)
     if _op_name(opts) != "premul_sum":
         return flat, back
     _, factor = opts.reduceOp.__getstate__()  # torch before 2.13 has no other way to it
@@ -74,7 +74,7 @@ def _addend(tensor: Tensor, opts: Any) -> tuple[Tensor, Callable[[], None]]:
 def on_device(group: dist.ProcessGroup, tensor: Tensor) -> dist.ProcessGroup:
     """The group that really moves this tensor: another one for a GPU's tensor in a
     "cpu:shm,cuda:nccl" group."""
-    other = group._others.group(tensor, group) if type(group) is SharedMemoryGroup else None
+    other = group._others.on(tensor.device, group) if type(group) is SharedMemoryGroup else None
     return other if other is not None else group
 
 
@@ -100,7 +100,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """torch's all_reduce of one tensor, in place."""
-        if other := self._others.group(tensors[0], self):
+        if other := self._others.on(tensors[0].device, self):
             return other.allreduce(tensors, opts or dist.AllreduceOptions())
         (tensor,) = tensors
         flat, back = _addend(tensor, opts)
@@ -113,7 +113,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """torch's reduce: in place on the root, the others' tensors stay as they are."""
-        if other := self._others.group(tensors[0], self):
+        if other := self._others.on(tensors[0].device, self):
             return other.reduce(tensors, opts)
         check_rank("reduce to", opts.rootRank, self)
         (tensor,) = tensors
@@ -124,14 +124,14 @@ class SharedMemoryGroup(DirectCalls):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """torch's reduce_scatter_tensor: input [N * n] -> output [n]."""
-        if other := self._others.group(output, self):
+        if other := self._others.on(output.device, self):
             return named(other, "reduce_scatter_single", "_reduce_scatter_base")(output, input, opts)
         if input.numel() != output.numel() * self.size() or input.dtype != output.dtype:
             raise ValueError(
                 f"reduce_scatter on {self.size()} ranks needs an input of {self.size()} x the output: "
                 f"{text(input)} against {text(output)}"
             )
-        flat, back = flattened(output)
+        flat, back = flat_and_back(output)
         source, _ = _addend(plain(input), opts)
         fingerprint, steps = self._steps("reduce_scatter", input, source, flat, _op_name(opts))
         return self._collective(fingerprint, steps, input, opts, [output], back)
@@ -142,7 +142,7 @@ class SharedMemoryGroup(DirectCalls):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         """torch's reduce_scatter of a list of tensors, one a rank."""
-        if other := self._others.group(outputs[0], self):
+        if other := self._others.on(outputs[0].device, self):
             return other.reduce_scatter(outputs, inputs, opts)
         ((output,), (parts,)) = outputs, inputs
         if any(part.numel() != output.numel() for part in parts):
@@ -175,24 +175,24 @@ class SharedMemoryGroup(DirectCalls):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """torch's broadcast from opts.rootRank, in place."""
-        if other := self._others.group(tensors[0], self):
+        if other := self._others.on(tensors[0].device, self):
             return other.broadcast(tensors, opts)
         check_rank("broadcast from", opts.rootRank, self)
         (tensor,) = tensors
-        flat, back = flattened(tensor)
+        flat, back = flat_and_back(tensor)
         fingerprint, steps = self._steps("broadcast", tensor, flat, flat, root=opts.rootRank)
         return self._collective(fingerprint, steps, tensor, opts, [tensor], back)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """torch's all_gather_into_tensor: input [n] -> output [N * n]."""
-        if other := self._others.group(output, self):
+        if other := self._others.on(output.device, self):
             return named(other, "all_gather_single", "_allgather_base")(output, input, opts)
         if output.numel() != input.numel() * self.size() or input.dtype != output.dtype:
             raise ValueError(
                 f"all_gather on {self.size()} ranks needs an output of {self.size()} x the input: "
                 f"{text(output)} against {text(input)}"
             )
-        flat, back = flattened(output)
+        flat, back = flat_and_back(output)
         source = plain(input).view(-1)
         fingerprint, steps = self._steps("all_gather", input, source, flat)
         return self._collective(fingerprint, steps, input, opts, [output], back)
@@ -201,7 +201,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """torch's all_gather into a list of tensors, one a rank."""
-        if other := self._others.group(inputs[0], self):
+        if other := self._others.on(inputs[0].device, self):
             return other.allgather(outputs, inputs, opts)
         ((targets,), (input,)) = outputs, inputs
         if any(target.numel() != targets[0].numel() for target in targets):
@@ -242,7 +242,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """torch's gather to opts.rootRank."""
-        if other := self._others.group(inputs[0], self):
+        if other := self._others.on(inputs[0].device, self):
             return other.gather(outputs, inputs, opts)
         check_rank("gather to", opts.rootRank, self)
         (input,) = inputs
@@ -251,12 +251,12 @@ class SharedMemoryGroup(DirectCalls):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """torch's scatter from opts.rootRank."""
-        if other := self._others.group(outputs[0], self):
+        if other := self._others.on(outputs[0].device, self):
             return other.scatter(outputs, inputs, opts)
         check_rank("scatter from", opts.rootRank, self)
         (output,) = outputs
         root = opts.rootRank
-        flat, back = flattened(output)
+        flat, back = flat_and_back(output)
         target = as_bytes(flat)
         offered = None
         if root == self.rank():
@@ -278,10 +278,10 @@ class SharedMemoryGroup(DirectCalls):
         opts: Any = None,
     ) -> dist.Work:
         """torch's all_to_all_single; splits are in rows of the first dimension, [] for even ones."""
-        if other := self._others.group(output, self):
+        if other := self._others.on(output.device, self):
             call = named(other, "all_to_all_single", "alltoall_base")
             return call(output, input, output_splits, input_splits, opts)
-        flat, back = flattened(output)
+        flat, back = flat_and_back(output)
         source = plain(input)
         wanted = split_bytes(output, output_splits, self.size())
         given = split_bytes(source, input_splits, self.size())
@@ -293,7 +293,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """torch's all_to_all of lists of tensors, one a rank."""
-        if other := self._others.group(outputs[0], self):
+        if other := self._others.on(outputs[0].device, self):
             return other.alltoall(outputs, inputs, opts)
         for output in outputs:
             check_written(output)
@@ -317,7 +317,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
         """Send one tensor to rank `target` of the group."""
-        if other := self._others.group(tensors[0], self):
+        if other := self._others.on(tensors[0].device, self):
             if not self._batching:
                 _refuse_batch()
             return other.send(tensors, target, tag)
@@ -328,7 +328,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """Receive one tensor from rank `source` of the group."""
-        if other := self._others.group(tensors[0], self):
+        if other := self._others.on(tensors[0].device, self):
             if not self._batching:
                 _refuse_batch()
             return other.recv(tensors, source, tag)
@@ -351,7 +351,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """Receive one tensor from whichever rank sends first."""
-        if other := self._others.group(tensors[0], self):
+        if other := self._others.on(tensors[0].device, self):
             return other.recv_anysource(tensors, tag)  # NCCL refuses it
         return self._receive([member for member in self._members if member != self.rank()], tensors[0], tag)
 
@@ -377,7 +377,7 @@ class SharedMemoryGroup(DirectCalls):
 
     def _receiving(self, sources: list[int], tensor: Tensor, tag: int) -> tuple[Operation, Wanted]:
         check_tag(tag)
-        flat, back = flattened(tensor)
+        flat, back = flat_and_back(tensor)
         wanted = Wanted(tag, pack("send", "", tensor.dtype, tensor.numel()), as_bytes(flat))
         steps = self._messages.receive(sources, wanted)
         shown = pack("recv", "", tensor.dtype, tensor.numel(), sources[0] if len(sources) == 1 else -1)
@@ -388,7 +388,7 @@ class SharedMemoryGroup(DirectCalls):
         self, targets: list[Tensor], input: Tensor, op: str, root: int, opts: Any, result: Any
     ) -> dist.Work:
         same_size(targets, input, op.removesuffix("_list"))
-        flats = [flattened(target) for target in targets]
+        flats = [flat_and_back(target) for target in targets]
 
         def back() -> None:
             for _, one in flats:

@@ -25,12 +25,8 @@ class OtherDevices:
         self._timeout = timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
 
-    def group(self, tensor: torch.Tensor, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
-        """The group for this tensor's device; None for the CPU. ValueError if there is no backend for it."""
-        return self.on(tensor.device, owner)
-
     def on(self, device: torch.device, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
-        """Like `group`, for all tensors of a device."""
+        """The group for tensors of a device; None for the CPU. ValueError if there is no backend for it."""
         if device.type == "cpu":
             return None
         found = self._groups.get(device.type)

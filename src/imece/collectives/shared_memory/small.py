@@ -6,6 +6,7 @@ would take longer than moving 1 KiB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,9 +39,7 @@ class Small:
         way: str = "",
     ) -> None:
         """dtype, shape: of the tensor that this rank sends here, or that travels another `way`."""
-        numel = 1 if dtype is not None else 0
-        for dim in shape:
-            numel *= dim
+        numel = math.prod(shape) if dtype is not None else 0
         self.engine, self.op, self.dtype, self.shape = engine, op, dtype, tuple(shape)
         self.reduce_op, self.root, self.numel, self.way = reduce_op, root, numel, way
         self.fingerprint = pack(op, reduce_op, dtype, numel, root)

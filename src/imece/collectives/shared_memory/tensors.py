@@ -36,7 +36,7 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def flattened(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def flat_and_back(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """The tensor as one contiguous dimension, and a function that copies the result back if that is a copy.
 
     ValueError: as in `check_written`.
