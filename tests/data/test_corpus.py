@@ -131,6 +131,8 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> No
         ("a.txt", b"ab\xe2\x82", ["a.txt", "not UTF-8 at byte 2"]),
         ("a.txt", b"x" * (1 << 20) + b"\xe2", ["not UTF-8 at byte 1048576"]),
         ("a.txt", b"x" * ((1 << 20) - 1) + b"\xe2x", ["not UTF-8 at byte 1048575"]),
+        ("a.json", b'[{"text": "x"}]', ["a.json", ".jsonl", "jq -c", ".txt"]),
+        ("a.CSV", b"text\nx\n", ["a.CSV", ".jsonl or .parquet", ".txt"]),
         ("a.jsonl", b"\n \n", ["a.jsonl", "nothing", "'text'"]),
         ("a.jsonl", b'{"text": ""}', ["a.jsonl", "nothing", "'text'"]),
         ("a.jsonl", b'{"text": null}', ["a.jsonl", "nothing", "'text'"]),

@@ -33,6 +33,15 @@ _CONVERTED = {  # first bytes of a file that is not UTF-8 -> how to convert it
 }
 
 
+_AS_IT_IS = "or name it .txt to learn it as it is"
+_RECORDS = {  # suffixes of files whose records are not read here -> what to do; as text they would be learned
+    # with their quotes and commas
+    ".json": f"records of .json are not read: one object a line in a .jsonl (jq -c '.[]'), {_AS_IT_IS}",
+    ".csv": f"records of .csv are not read: convert it to .jsonl or .parquet, {_AS_IT_IS}",
+    ".tsv": f"records of .tsv are not read: convert it to .jsonl or .parquet, {_AS_IT_IS}",
+}
+
+
 @dataclass(frozen=True)
 class Document:
     """One text, which is packed and held out as a whole."""
@@ -57,9 +66,9 @@ def documents(
 
     to_hold_out: a part of the documents will be held out. If all files together have less than 4 MiB, files
     of more than a sixteenth of that are then cut too, into pieces of at most about a sixteenth.
-    skipped: receives files that are not UTF-8 text, each with what is wrong with it; without it they are a
-    UserError. UserError for a line of a .jsonl that is not a JSON object or has no string in `field`; for
-    tables see `tables.rows`.
+    skipped: receives files that are not UTF-8 text, or hold records of another kind, each with what is wrong
+    with it; without it they are a UserError. UserError for a line of a .jsonl that is not a JSON object or
+    has no string in `field`; for tables see `tables.rows`.
     """
     root, why_not_text = common_folder(files), functools.cache(_why_not_text)
     largest_bytes = _largest_bytes(files, why_not_text) if to_hold_out else _WHOLE_BYTES
@@ -157,6 +166,8 @@ def suffix_of(path: Path) -> str:
 
 def _why_not_text(path: Path) -> str | None:
     """What is wrong with a file that is not UTF-8 text, and what to do; None for text."""
+    if (records := _RECORDS.get(suffix_of(path))) is not None:
+        return records
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         start = file.read(max(map(len, _CONVERTED)))
