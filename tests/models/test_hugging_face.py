@@ -573,3 +573,4 @@ def test_tokenizer_config() -> None:
     content = tokenizer_config(PLAIN, "<|end|>")
     assert content["eos_token"] == content["bos_token"] == "<|end|>"
     assert content["model_max_length"] == 64
+    assert content["padding_side"] == "left"

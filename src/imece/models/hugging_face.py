@@ -215,6 +215,7 @@ def tokenizer_config(config: TransformerConfig, end: str) -> Json:
         "bos_token": end,
         "eos_token": end,
         "pad_token": end,
+        "padding_side": "left",  # or a model that goes on with several prompts would go on after the padding
         "model_max_length": config.max_seq,
         "clean_up_tokenization_spaces": False,
     }
