@@ -162,7 +162,7 @@ def test_a_terminal_obeys_nothing_that_a_model_writes(
         (["--top-p", "0"], "--top-p 0.0"),
         (["--top-p", "1.5"], "--top-p 1.5"),
         (["--seed", "-1"], "--seed -1"),
-        (["--which", "first"], "first"),
+        (["--which", "first"], "--which 'first': best, last, or the number of a step"),
         (["--promt", "x"], "did you mean --prompt?"),
         (["--prompt", "\udcff"], "half a surrogate pair"),
     ],

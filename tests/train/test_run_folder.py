@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -68,12 +68,18 @@ def test_shapes_as_json() -> None:
 
 def test_best_and_last(folder: RunFolder) -> None:
     save(folder, {1: 3.0, 2: 2.5, 3: 4.0})
-    steps: dict[Which, int] = {"last": 3, "best": 2}
+    steps: dict[Which, int] = {"last": 3, "best": 2, "1": 1}
     for which, step in steps.items():
         found, saved = trained_model(folder, which)
         assert saved.step == step and not found.training
         for name, parameter in model(step).named_parameters():
             assert torch.equal(found.get_parameter(name), parameter), name
+
+
+def test_a_step_that_has_no_checkpoint(folder: RunFolder) -> None:
+    save(folder, {1: 3.0, 3: 4.0})
+    with pytest.raises(UserError, match=r"run has no checkpoint of step 2: those of 1, 3 are there$"):
+        folder.saved("2")
 
 
 def test_a_run_that_never_validated_has_no_best(folder: RunFolder) -> None:
@@ -82,7 +88,7 @@ def test_a_run_that_never_validated_has_no_best(folder: RunFolder) -> None:
 
 
 def test_nothing_to_read(folder: RunFolder, tmp_path: Path) -> None:
-    for which in get_args(Which):
+    for which in ("best", "last", "1"):
         with pytest.raises(UserError, match="run has no checkpoint that can be read yet: train first"):
             folder.saved(which)
     save(folder, {1: 3.0})

@@ -284,6 +284,16 @@ def best(folder: Path | str, damaged: Callable[[str], None]) -> Saved | None:
     return first_whole(ranked, damaged)
 
 
+def of_step(folder: Path | str, step: int, damaged: Callable[[str], None]) -> Saved | None:
+    """The checkpoint of a step; None if there is none, or if it is damaged.
+
+    damaged: called with one line then. UserError if the folder cannot be read.
+    """
+    return first_whole(
+        lambda: [path for number, path in files.step_folders(Path(folder)) if number == step], damaged
+    )
+
+
 def all_steps(folder: Path | str) -> list[int]:
     """The steps that have a checkpoint, ascending, including damaged ones. Empty if there is no
     such folder."""

@@ -34,7 +34,7 @@ from imece.train.config import Dtype, TrainConfig
 from imece.train.evaluate import evaluate, summed
 from imece.train.origin import sequence_length, trained_model
 from imece.train.precision import Precision, choose_precision
-from imece.train.run_folder import RunFolder, Which
+from imece.train.run_folder import RunFolder, Which, check_which
 
 PROG = "imece eval"
 DESCRIPTION = (
@@ -57,11 +57,12 @@ class EvalOptions:
     field: str | None = None
     """The field of a .jsonl or .parquet record that has the text. Default: as in the run."""
     which: Which = "best"
-    """Which checkpoint: the one with the lowest validation loss, or the last."""
+    """Which checkpoint: best (by validation loss), last, or the number of a step."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def __post_init__(self) -> None:
+        check_which(self.which)
         if self.field == "":
             raise ValueError("--field is empty: name the field with the text, or leave it out")
 

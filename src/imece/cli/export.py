@@ -41,7 +41,7 @@ from imece.models.shape import TransformerConfig
 from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
 from imece.train.origin import trained
-from imece.train.run_folder import RunFolder, Which, read_shape
+from imece.train.run_folder import RunFolder, Which, check_which, read_shape
 from imece.writing import NO_SPACE
 
 PROG = "imece export"
@@ -67,12 +67,15 @@ class ExportOptions:
     to: Literal["hf", "adapter"] = "hf"
     """hf: a model in Hugging Face's format; adapter: only the adapters, in peft's format."""
     which: Which = "best"
-    """Which checkpoint: the one with the lowest validation loss, or the last."""
+    """Which checkpoint: best (by validation loss), last, or the number of a step."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of the weights in the file. They are trained in fp32."""
     max_shard: str = "50GB"
     """Largest file of weights. A bigger model is written to several files with an index, as transformers
     does."""
+
+    def __post_init__(self) -> None:
+        check_which(self.which)
 
 
 def run(argv: Sequence[str]) -> int:

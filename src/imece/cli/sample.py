@@ -20,7 +20,7 @@ from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible
 from imece.train.origin import trained_model
-from imece.train.run_folder import RunFolder, Which
+from imece.train.run_folder import RunFolder, Which, check_which
 
 PROG = "imece sample"
 DESCRIPTION = (
@@ -50,11 +50,12 @@ class SampleOptions:
     seed: int | None = None
     """Seed of the draws. Default: a new one each time, which is printed at the end."""
     which: Which = "best"
-    """Which checkpoint: the one with the lowest validation loss, or the last."""
+    """Which checkpoint: best (by validation loss), last, or the number of a step."""
     stop: bool = True
     """End where the document ends. --no-stop: go on with the next one."""
 
     def __post_init__(self) -> None:
+        check_which(self.which)
         if self.tokens < 1:
             raise ValueError(f"--tokens {self.tokens}: at least 1")
         if not 0 <= self.temperature < math.inf:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from imece.checkpoint.load import Saved, all_steps, best, newest
+from imece.checkpoint.load import Saved, all_steps, best, newest, of_step
 from imece.data.build import discard
 from imece.data.files import other_place
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -29,7 +30,14 @@ from imece.train.run_lock import FILE, RunLock
 from imece.train.same_run import check_same_run
 from imece.writing import leftovers, write_whole
 
-Which = Literal["best", "last"]
+Which = str
+"""A checkpoint: "best", which has the lowest validation loss, "last", or the number of a step."""
+
+
+def check_which(which: Which) -> None:
+    """ValueError if this names no checkpoint."""
+    if which not in ("best", "last") and not re.fullmatch("[0-9]{1,18}", which):
+        raise ValueError(f"--which {which!r}: best, last, or the number of a step")
 
 
 @dataclass(frozen=True)
@@ -232,15 +240,21 @@ class RunFolder:
         return load_tokenizer(self.tokenizer_file)
 
     def saved(self, which: Which = "last") -> Saved:
-        """The newest whole checkpoint, or the one with the lowest validation loss.
+        """The newest whole checkpoint, the one with the lowest validation loss, or that of a step.
 
         Prints a line on standard error for each damaged one that is skipped. UserError if none is whole.
         """
         damaged: list[str] = []
-        found = best(self.checkpoints, damaged.append) if which == "best" else None
-        if found is None:  # or it was saved without a validation
-            found = newest(self.checkpoints, damaged.append)
+        if which not in ("best", "last"):
+            found = of_step(self.checkpoints, int(which), damaged.append)
+        else:
+            found = best(self.checkpoints, damaged.append) if which == "best" else None
+            if found is None:  # or it was saved without a validation
+                found = newest(self.checkpoints, damaged.append)
         if found is None:
+            if not damaged and (steps := all_steps(self.checkpoints)):
+                there = ", ".join(map(str, steps))
+                raise UserError(f"{self.path} has no checkpoint of step {which}: those of {there} are there")
             why = f": {damaged[0]}" if damaged else " yet: train first"
             raise UserError(f"{self.path} has no checkpoint that can be read{why}")
         for line in dict.fromkeys(damaged):
