@@ -15,8 +15,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from types import NoneType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
@@ -49,14 +49,16 @@ def parse(
     default: Config | None = None,
     operands: str = "",
     others: Sequence[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
     """The `config_class` (a dataclass) that `argv` describes, with values from `default` where `argv` has
     none.
 
     `prog` is the command as typed ("imece bench"); `description` is the text above the options in --help;
     `operands` is what follows the options, not parsed here; `others` are options that the caller has taken
-    out of `argv`, suggested when one is mistyped. --help prints and raises SystemExit(0). UserError, in one
-    line, for anything that cannot be parsed, and for a ValueError from the dataclass' own __post_init__.
+    out of `argv`, suggested when one is mistyped; `elsewhere` has options of other programs, each with what
+    to suggest instead. --help prints and raises SystemExit(0). UserError, in one line, for anything that
+    cannot be parsed, and for a ValueError from the dataclass' own __post_init__.
     """
     complaint, page = io.StringIO(), _Page(sys.stdout)
     try:
@@ -82,7 +84,8 @@ def parse(
     except (ValueError, TypeError, OverflowError) as error:
         message = str(error)
     names = [*option_names(config_class), *others, "--help"]
-    raise UserError(_with_hint(one_line(message), argv, config_class, names, prog)) from None
+    hint = _with_hint(one_line(message), argv, config_class, names, prog, elsewhere)
+    raise UserError(hint) from None
 
 
 def check_named(argv: Sequence[str], options: Sequence[str]) -> None:
@@ -225,7 +228,7 @@ def _of_value(message: str) -> str | None:
     return None
 
 
-def _elsewhere(typed: str, names: Sequence[str]) -> str:
+def _in_sections(typed: str, names: Sequence[str]) -> str:
     """The options of the same name in other sections, or "": --lr is --optimizer.lr."""
     last = {name: name.removeprefix("--").rpartition(".")[2] for name in (typed, *names)}
     return " or ".join(name for name in names if last[name] == last[typed])
@@ -244,7 +247,12 @@ def _box_body(box: str) -> str:
 
 
 def _with_hint(
-    message: str, argv: Sequence[str], config_class: type[object], names: Sequence[str], prog: str
+    message: str,
+    argv: Sequence[str],
+    config_class: type[object],
+    names: Sequence[str],
+    prog: str,
+    elsewhere: Mapping[str, str],
 ) -> str:
     """`message` with the nearest option if one does not exist, or with where to find the options."""
     own_check = f"Error parsing {config_class.__name__}: "
@@ -272,7 +280,7 @@ def _with_hint(
         if is_option and typed.replace("--no-", "--", 1) not in names:
             if unknown or missing:
                 message = f"there is no option {word.split('=', 1)[0]}"
-            meant = _elsewhere(typed, names) or _nearest_option(typed, names)
+            meant = elsewhere.get(typed) or _in_sections(typed, names) or _nearest_option(typed, names)
             if meant is not None:
                 return f"{message}; did you mean {meant}?"
     if message.startswith(_UNKNOWN):

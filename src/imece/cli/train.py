@@ -44,6 +44,31 @@ _PRINT = "--print-config"
 _GRACE_S = 120.0  # for the end of a step and a save; a second Ctrl-C does not wait
 # Options that say where a run lies, what it begins from and what it reads.
 _NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths")
+# What other trainers call our options.
+_ELSEWHERE = {
+    f"--{theirs}": ours
+    for ours, names in {
+        "--run": "output-dir out-dir resume resume-from-checkpoint",
+        "--steps": "max-steps epochs num-train-epochs max-epochs",
+        "--strategy": "deepspeed fsdp",
+        "--from": "model-name-or-path pretrained-model-name-or-path checkpoint-dir",
+        "--model.max-seq": "seq-len seq-length block-size max-length max-seq-length max-seq-len",
+        "--data.held-out": "validation-file val-split validation-split-percentage",
+        "--batch.sequences": "batch-size train-batch-size global-batch-size",
+        "--batch.micro": "micro-batch-size per-device-train-batch-size gradient-accumulation-steps",
+        "--optimizer.lr": "learning-rate",
+        "--optimizer.schedule": "lr-scheduler lr-scheduler-type",
+        "--optimizer.warmup": "warmup-steps warmup-ratio",
+        "--optimizer.clip": "max-grad-norm gradient-clip-val gradient-clipping",
+        "--lora.quantize": "quantize load-in-4bit",
+        "--compute.dtype": "bf16 fp16 precision mixed-precision",
+        "--compute.recompute": "gradient-checkpointing activation-checkpointing",
+        "--validate.every": "eval-steps eval-interval val-check-interval",
+        "--checkpoint.every": "save-steps save-interval",
+        "--checkpoint.keep": "save-total-limit save-top-k",
+    }.items()
+    for theirs in names.split()
+}
 _LONG_BYTES = 1_000_000  # of text: less is tokenized before anybody wonders
 
 
@@ -92,7 +117,9 @@ def read_config(words: list[str]) -> TrainConfig:
         raise UserError(f"{file} is no config file: {how} {as_argument(file)}")
     check_named(words, _NAMING)
     try:
-        config = parse(TrainConfig, words, PROG, DESCRIPTION, _start(file), others=[_PRINT])
+        config = parse(
+            TrainConfig, words, PROG, DESCRIPTION, _start(file), others=[_PRINT], elsewhere=_ELSEWHERE
+        )
     except UserError as mistake:
         late = [word for word in words if word.endswith(".toml") and word in str(mistake).split()]
         if late and file is None:
