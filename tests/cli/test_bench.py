@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,33 +218,6 @@ def test_where_no_library_is_left_nothing_is_measured(monkeypatch: pytest.Monkey
             collectives.run(plan, said.append)
         here["deepspeed"] = None  # which knows all_reduce only
     assert not said
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_it_leaves_no_files(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def measure(plan: Any, say: Callable[[str], None]) -> None:
-        with tempfile.TemporaryDirectory(dir=tmp_path):
-            try:
-                os.kill(os.getpid(), number)
-            finally:
-                os.kill(os.getpid(), number)  # somebody is impatient while it clears up
-
-    heard: list[int] = []
-    both = (signal.SIGTERM, signal.SIGHUP)
-    before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in both}
-    monkeypatch.setitem(BENCHMARKS, "save", replace(BENCHMARKS["save"], run=measure))
-    try:
-        with pytest.raises(SystemExit) as ending:
-            main(["bench", "save"])
-        assert ending.value.code == 128 + number
-        assert not os.listdir(tmp_path) and not heard
-        os.kill(os.getpid(), number)
-        assert heard == [number], "handlers are as they were"
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def test_a_quick_run_measures_every_library_in_every_round(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,6 +325,31 @@ def test_interrupted_twice_in_an_import(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("imece.cli.main.importlib", SimpleNamespace(import_module=import_module))
     assert run("train") == (130, "", "imece: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_it_leaves_no_files(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def evaluate(_: Sequence[str]) -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)  # somebody is impatient while it clears up
+
+    heard: list[int] = []
+    both = (signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in both}
+    monkeypatch.setattr("imece.cli.evaluate.run", evaluate)
+    try:
+        assert run("eval", "r") == (128 + number, "", "")
+        assert not os.listdir(tmp_path) and not heard
+        os.kill(os.getpid(), number)
+        assert heard == [number], "handlers are as they were"
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_as_a_module() -> None:

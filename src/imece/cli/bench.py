@@ -45,7 +45,6 @@ from imece.cli.bench_tensor import TensorOptions
 from imece.cli.doctor import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
-from imece.launch.signals import signals_as_exit
 
 _IDLE = ", on an idle machine with two cores"
 
@@ -104,8 +103,7 @@ def _measure(bench: Benchmark, options: Any) -> int:
                 raise UserError(wrong.text)
         print(machine.describe())
     try:
-        with signals_as_exit():
-            results = bench.run(plan, _say)
+        results = bench.run(plan, _say)
     except HostsUnavailable as error:
         print(f"skipped: {error}")
         return 0

@@ -24,7 +24,6 @@ from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
-from imece.launch.signals import signals_as_exit
 from imece.open_files import TRAIN, allow_open_files, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 
@@ -76,11 +75,10 @@ def run(argv: Sequence[str]) -> int:
         return _attach(options.attach, options.json)
     found: list[Finding] = []
     links: dict[str, Any] = {}
-    with signals_as_exit():
-        for finding in findings(options.ranks, os.environ, links):
-            found.append(finding)
-            if not options.json:
-                print(f"{finding.status:<5} {finding.text}", flush=True)
+    for finding in findings(options.ranks, os.environ, links):
+        found.append(finding)
+        if not options.json:
+            print(f"{finding.status:<5} {finding.text}", flush=True)
     if options.json:
         said = [asdict(finding) for finding in found]
         print(json.dumps({"machine": machine.facts(), "findings": said, "links": links}, indent=1))

@@ -91,6 +91,7 @@ def _run_module(name: str, arguments: list[str]) -> int:
     """Run a command's file. Signals wait until its imports are complete: a KeyboardInterrupt would leave half
     a module, or abort in C++. A rank that was launched handles such a signal later, together with other
     ranks."""
+    from imece.launch.signals import signals_as_exit
     from imece.train.stopping import Stop
     from imece.world import read_world
 
@@ -107,7 +108,8 @@ def _run_module(name: str, arguments: list[str]) -> int:
             return int(module.run_as_rank(arguments, stop))
     if stop.signal:
         signal.raise_signal(stop.signal)
-    return int(module.run(arguments))
+    with signals_as_exit():  # what lies in a temporary folder, or half written, goes as after Ctrl-C
+        return int(module.run(arguments))
 
 
 def _usage() -> str:
