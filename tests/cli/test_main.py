@@ -361,15 +361,22 @@ def test_as_a_module() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "unbuffered"),
-    [(["--help"], ""), (["launch", "--help"], ""), (["launch", "--help"], "1"), (["lunch"], "")],
+    [
+        (["--help"], ""),
+        (["launch", "--help"], ""),
+        (["launch", "--help"], "1"),
+        (["lunch"], ""),
+        (["train", "--model", "tiny", "--data", __file__, "--data.tokenizer", "bytes", "--steps", "1"], ""),
+    ],
 )
-def test_a_reader_that_has_gone_is_no_failure(argv: list[str], unbuffered: str) -> None:
+def test_a_reader_that_has_gone_is_no_failure(argv: list[str], unbuffered: str, tmp_path: Path) -> None:
     """As after `imece ... | head -1`: nothing more is said, and the status is that of a death by SIGPIPE."""
     reader, unread = os.pipe()
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "imece", *argv], stderr=unread if argv == ["lunch"] else subprocess.PIPE,
         stdout=unread, text=True, timeout=200, check=False, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        cwd=tmp_path,
     )  # fmt: skip
     os.close(unread)
     assert done.returncode == 141 and not done.stderr, done.stderr

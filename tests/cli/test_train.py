@@ -24,7 +24,6 @@ from imece.cli.options import option_names
 from imece.data.prepare import prepare
 from imece.errors import UserError
 from imece.launch.generations import Limits
-from imece.observe.display import Display
 from imece.train import start
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
@@ -215,7 +214,7 @@ def test_the_bar_is_one_line(
 ) -> None:
     for name, value in (("COLUMNS", columns), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
-    with train._progress(Display(1)) as report:
+    with train._progress() as report:
         report("making tokens of 40 files", 542_600, 542_600)
     drawn = capsys.readouterr().err
     assert "making tokens" in drawn and "\x1b[2A" not in drawn and drawn.count("\n") <= 2, repr(drawn)

@@ -21,7 +21,6 @@ from imece.errors import UserError
 from imece.launch.generations import Limits
 from imece.launch.local import launch
 from imece.listing import many
-from imece.observe.display import Display
 from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
 from imece.train.config import TrainConfig, defaults
@@ -82,13 +81,13 @@ def run(argv: Sequence[str]) -> int:
     if printing:
         print(to_toml(config), end="")
         return 0
-    folder, display = RunFolder(config.folder), Display(config.steps)
+    folder = RunFolder(config.folder)
     made, new = folder.to_make(), not os.path.lexists(folder.config_file)
     with RunLock(folder.path) as lock:
-        with _progress(display) as report:
+        with _progress() as report:
             ranks = make_ready(config, report, lock)
         before = all_steps(folder.checkpoints)[-1:]
-        display.under_way(f"starting {many(ranks, 'rank')}")
+        _under_way(f"starting {many(ranks, 'rank')}")
         # Absolute, because a path that begins with - would be taken for an option.
         command = [sys.executable, "-m", "imece", "train", os.path.abspath(folder.config_file)]
         environ = {**os.environ, HELD: "1"}
@@ -191,10 +190,10 @@ def run_as_rank(argv: Sequence[str], stop: Stop) -> int:
 
 
 @contextmanager
-def _progress(display: Display) -> Iterator[Report]:
+def _progress() -> Iterator[Report]:
     """A bar while text is tokenized; it vanishes, because the header reports the result.
 
-    Without a terminal: one line of `display` for what takes long. Ctrl-C inside gets a message.
+    Without a terminal: one line for what takes long. Ctrl-C inside gets a message.
     """
     console = Console(stderr=True)
     sizes = DownloadColumn(table_column=Column(no_wrap=True))  # a second line would be drawn again and again
@@ -207,10 +206,25 @@ def _progress(display: Display) -> Iterator[Report]:
                 if what not in tasks:
                     tasks[what] = bars.add_task(what, total=total)
                     if bars.disable and total >= _LONG_BYTES:
-                        display.under_way(what)
+                        _under_way(what)
                 bars.update(tasks[what], completed=done, total=total)
 
             yield report
     except KeyboardInterrupt:
         doing = next(reversed(tasks), "reading the text")
         raise KeyboardInterrupt(f"interrupted while {doing}; nothing was saved") from None
+
+
+def _under_way(text: str) -> None:
+    """Say that something slow has begun; only where no terminal shows progress.
+
+    BrokenPipeError if nobody reads it: ranks go on without a reader, as their launcher sees that it is gone.
+    """
+    if sys.stdout.isatty() and Console().is_interactive:
+        return
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:  # a full disk: training matters more
+        return
