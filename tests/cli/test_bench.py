@@ -6,11 +6,13 @@ import json
 import math
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -284,6 +286,16 @@ def test_a_rank_that_hangs_is_told_and_killed() -> None:
         with pytest.raises(CrewError, match=r"rank 0 did not finish order 'open' in 1 s"):
             crew.ask("open", backend="gloo", timeout_s=1.0)
     assert not any(psutil.pid_exists(pid) for pid in crew.pids)
+
+
+def test_interrupted_once_more_it_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    crew, rank = Crew("ranks", 1), mock.Mock()
+    rank.wait.side_effect = KeyboardInterrupt
+    crew._children.append(rank)
+    with pytest.raises(KeyboardInterrupt):
+        crew.close()
+    assert rank.wait.called and not os.listdir(tmp_path)
 
 
 def test_a_module_that_does_not_start_is_told() -> None:

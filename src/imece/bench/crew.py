@@ -142,15 +142,17 @@ class Crew:
         for line in self._lines:
             line.close()
         deadline = time.monotonic() + 3.0
-        for child in self._children:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                kill_group(child.pid)
-                child.wait()
-        self._children.clear()
-        self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            for child in self._children:
+                try:
+                    child.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    kill_group(child.pid)
+                    child.wait()
+        finally:  # a second Ctrl-C does not wait
+            self._children.clear()
+            self._log.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(
         self, module: str, environ: Mapping[str, str], start: Start, before: Sequence[str] = ()
