@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from typing import cast
 
 import pytest
 
+from imece.cli import drill
 from imece.cli.main import main
 from imece.launch import left_over
 from imece.launch.drill import Drill
@@ -111,6 +114,19 @@ def test_a_script_that_fails_before(tmp_path: Path) -> None:
     outcome = run_drill(tmp_path, "raise SystemExit(7)")
     assert outcome.status == 7
     assert "0 of 5 faults fired" in outcome.out
+
+
+def test_figures_are_written_where_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unread(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    (tmp_path / "s.py").touch()
+    figures = tmp_path / "drill.json"
+    monkeypatch.setattr("imece.cli.drill.start", lambda *_: 141)
+    with contextlib.redirect_stdout(Unread()):
+        assert drill.run(["--ranks", "2", "--json", str(figures), str(tmp_path / "s.py")]) == 141
+    assert json.loads(figures.read_text())["status"] == 141
 
 
 def test_what_outlives_a_job_is_found(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,4 +99,5 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"{line}\n", end="", flush=True)  # in one write, because ranks print too
+    with contextlib.suppress(OSError):  # the reader, or the terminal, is gone: the drill's record is not
+        print(f"{line}\n", end="", flush=True)  # in one write, because ranks print too
