@@ -26,7 +26,6 @@ from imece.plan.answer.text import (
     shortfall_lines,
     table,
 )
-from imece.plan.answer.words import is_cpu
 from imece.plan.hardware import Cluster, Gpu, describes_gpu, find_cluster, gpu_names, parse_gpus
 from imece.plan.here import kept_cluster
 from imece.plan.models.by_name import find_model
@@ -98,7 +97,7 @@ def question_of(options: PlanOptions) -> Question:
         raise UserError(f"--top is {options.top}: how many of the ranking to list, 0 for none")
     model = find_model(options.model)
     cluster = cluster_of(options)
-    if options.offload and is_cpu(cluster):
+    if options.offload and cluster.gpu.is_cpu:
         raise UserError(
             f"--offload {options.offload} moves to the host's memory what is in a GPU's, and ranks compute "
             "on CPUs here: leave it out"

@@ -196,12 +196,11 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 def _ranking(answer: Answer) -> str:
     rows = "".join(
-        f'<tr><td class="number">{each.time.tokens_per_s:,.0f}</td><td '
-        f'class="number">{seconds(each.seconds)}</td>'
-        f'<td class="number">{share(each.time.mfu, 1.0)}</td><td class="number">{gb(each.needed)}</td>'
+        f'<tr><td class="number">{each.timed.tokens_per_s:,.0f}</td>'
+        f'<td class="number">{seconds(each.seconds)}</td>'
+        f'<td class="number">{share(each.timed.mfu, 1.0)}</td><td class="number">{gb(each.needed)}</td>'
         f"<td>{html.escape(title(each.setup))}</td></tr>"
         for each in answer.ranked[:_LISTED]
-        if each.time is not None
     )
     head = "".join(f'<th class="number">{name}</th>' for name in ("tokens/s", "step", "MFU", "GB"))
     return f'<div class="card"><table class="wide"><tr>{head}<th>plan</th></tr>{rows}</table></div>'

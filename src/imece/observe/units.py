@@ -31,9 +31,8 @@ def duration(seconds: float) -> str:
 def gigabytes(nbytes: float) -> str:
     """304_000_000 -> "0.30 GB", 31_200_000_000 -> "31.2 GB"; a GB is 10^9 bytes."""
     number = nbytes / 1e9
-    return (
-        f"{number:.2f} GB" if number < 9.995 else f"{number:.1f} GB" if number < 99.95 else f"{number:.0f} GB"
-    )
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f} GB"
 
 
 def megabytes(nbytes: float) -> str:

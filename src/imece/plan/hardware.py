@@ -299,9 +299,7 @@ def _known(kind: type[Gpu] | type[Link], table: Mapping[str, Any], where: str) -
             needed = "two numbers are" if name == "flash" else "a list is" if several else "a number is"
             raise ValueError(f"[{where}] {name} is {value!r}; {needed} needed")
         for number in value if isinstance(value, list | tuple) else [value]:
-            if name in ("name", "bf16") or (name == "price_per_hour" and number is None):
-                continue
-            if (why := _why_not(name, number)) is not None:
+            if name not in ("name", "bf16") and (why := _why_not(name, number)) is not None:
                 raise ValueError(f"[{where}] {name} is {why}")
         found[name] = tuple(value) if several else value
     return found

@@ -18,7 +18,7 @@ from imece.plan.answer.search import (
     with_best_bucket,
 )
 from imece.plan.answer.space import Question
-from imece.plan.answer.words import compared, device, gb, is_cpu, title
+from imece.plan.answer.words import compared, device, gb, title
 from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
@@ -110,7 +110,7 @@ class Call:
         elif self.precision == "bf16-pure":
             yield "model", "model.bfloat16() first: there are no masters"
         elif self.precision == "autocast":
-            kind = "cpu" if self._is_cpu() else "cuda"
+            kind = "cpu" if self.question.cluster.gpu.is_cpu else "cuda"
             yield "forward", f'in fp32, under torch.autocast("{kind}", torch.bfloat16)'
         if self.precision == "fp8":
             yield "FP8", _FP8
@@ -169,9 +169,6 @@ class Call:
         parallel, cluster = self.candidate.setup.parallel, self.question.cluster
         gathered = DIVIDED[parallel.strategy].parameters and framework_on(cluster).gathers
         return parallel.data * parallel.context > 1 and not gathered
-
-    def _is_cpu(self) -> bool:
-        return is_cpu(self.question.cluster)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
     if cause == "optimizer":
         part = f"{_owned(candidate.setup)} of the parameters"
         return f"each {device(cluster)} updates {part}, {seconds(own.optimizer)}"
-    spent = f"{seconds(own.exposed[cause])} exposed {CAUSES.get(cause, cause)}"
+    spent = f"{seconds(own.exposed[cause])} exposed {CAUSES[cause]}"
     return f"{spent} {_over(cause, candidate.setup, cluster)}"
 
 
@@ -380,4 +380,4 @@ def _percent(ratio: float) -> str:
 
 
 def _and(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "it"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -29,7 +29,7 @@ class Point:
 
     question: Question
     candidate: Candidate | None  # None if nothing fits, or the batch cannot be divided
-    least: Candidate | None = None  # the one that needs least, if nothing fits
+    least: Candidate | None = None  # the smallest of those that do not fit
 
     @property
     def gpus(self) -> int:
@@ -38,14 +38,14 @@ class Point:
     @property
     def tokens_per_s(self) -> float:
         """0 if there is no plan."""
-        return self.candidate.time.tokens_per_s if self.candidate and self.candidate.time else 0.0
+        return self.candidate.timed.tokens_per_s if self.candidate is not None else 0.0
 
     @property
     def exposed(self) -> float:
         """The part of a step in which GPUs wait for communication or the pipeline."""
-        if self.candidate is None or self.candidate.time is None:
+        if self.candidate is None:
             return 0.0
-        time = self.candidate.time
+        time = self.candidate.timed
         return (sum(time.exposed.values()) + time.bubble) / time.total
 
 
@@ -69,8 +69,7 @@ def curve(question: Question, kind: Kind, most_gpus: int = MOST_GPUS) -> Iterato
         batch = question.global_batch * (times if kind == "weak" else 1)
         asked = replace(question, cluster=replace(question.cluster, hosts=hosts), global_batch=batch)
         answer = settled(search(asked))
-        misses = answer.missed if answer.winner is None else ()
-        yield Point(asked, answer.winner, next(iter(misses), None))
+        yield Point(asked, answer.winner, answer.missed[0] if answer.missed else None)
 
 
 def efficiency(point: Point, first: Point) -> float:
@@ -89,10 +88,10 @@ def scale_lines(points: Sequence[Point], width: int) -> Iterator[str]:
     )
     for point in points:
         head = f"{point.gpus:>7,} {point.question.global_batch:>9,}"
-        if point.candidate is None or point.candidate.time is None:
+        if point.candidate is None:
             yield from _row(head, _why_none(point), width)
             continue
-        time, recipe = point.candidate.time, point.candidate.setup.recipe
+        time, recipe = point.candidate.timed, point.candidate.setup.recipe
         again = f", {recipe.recompute} recomputation" if recipe.recompute != "none" else ""
         figures = (
             f"{head} {time.tokens_per_s:>13,.0f} {seconds(time.total):>8} {100 * time.mfu:>3.0f} % "
@@ -149,9 +148,9 @@ def _uneven(point: Point, best: Point) -> str:
         return f"; {many(batch, 'sequence')} are too few for {divided}"
     even = batch // groups * groups
     found = settled(search(replace(point.question, global_batch=even))).winner
-    if found is None or found.time is None or found.time.tokens_per_s <= best.tokens_per_s:
+    if found is None or found.timed.tokens_per_s <= best.tokens_per_s:
         return ""
-    rate = f"{found.time.tokens_per_s:,.0f} tokens/s"
+    rate = f"{found.timed.tokens_per_s:,.0f} tokens/s"
     return f"; {many(batch, 'sequence')} cannot be dealt to {divided}: with {even:,} it would be {rate}"
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from imece.footprint import DIVIDED
 from imece.layout import usual_cap_bytes
 from imece.plan.answer.space import Question, setups
-from imece.plan.answer.words import is_cpu
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE, IMECE_CPU, IMECE_HOSTS, Framework
 from imece.plan.memory.held import trained_elements
@@ -101,7 +100,7 @@ def weigh(setup: Setup, cluster: Cluster) -> Candidate:
 def framework_on(cluster: Cluster) -> Framework:
     """Which software's memory to predict: imece's, which on CPUs of one host keeps parameters in shared
     memory."""
-    if is_cpu(cluster):
+    if cluster.gpu.is_cpu:
         return IMECE_CPU if cluster.hosts == 1 else IMECE_HOSTS
     return IMECE
 
@@ -162,7 +161,7 @@ def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
 def usual_buckets(setup: Setup, cluster: Cluster) -> set[int]:
     """Bytes of the buckets that parallelize makes by default, on each stage of a pipeline."""
     divides, framework = DIVIDED[setup.parallel.strategy], framework_on(cluster)
-    if not divides.optimizer or is_cpu(cluster):
+    if not divides.optimizer or cluster.gpu.is_cpu:
         return {usual_cap_bytes(small=divides.gradients)}
     size, stages = setup.recipe.precision.parameters, range(setup.parallel.pipeline)
     return {usual_cap_bytes(int(size * trained_elements(setup, stage, framework))) for stage in stages}

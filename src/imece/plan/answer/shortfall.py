@@ -99,7 +99,7 @@ def _same_machine(question: Question) -> Iterator[tuple[str, Question]]:
     if question.adapters == "none":
         if question.optimizer == "adamw":
             yield "--optimizer adamw-8bit", eight_bit(question)
-        if not question.offload and question.cluster.gpu.multiprocessors > 1:  # a CPU has no second memory
+        if not question.offload and not question.cluster.gpu.is_cpu:  # a CPU has no second memory
             yield "--offload optimizer", replace(question, offload="optimizer")
             yield "--offload parameters", replace(question, offload="parameters")
         yield "--adapters lora", replace(question, adapters="lora")

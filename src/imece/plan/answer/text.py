@@ -44,13 +44,8 @@ def subject(question: Question) -> str:
     """What is planned, in one line."""
     cluster, model = question.cluster, question.model
     where = f"{cluster.gpus_per_host} x {cluster.gpu.name}"
-    where += (
-        f" in each of {cluster.hosts} hosts"
-        if cluster.hosts > 1
-        else " in 1 host"
-        if cluster.gpus > 1
-        else ""
-    )
+    if cluster.gpus > 1:
+        where += f" in each of {cluster.hosts} hosts" if cluster.hosts > 1 else " in 1 host"
     return (
         f"{model.name}, {si(model.parameters)} parameters, on {where}; "
         f"{many(question.global_batch, 'sequence')} x {question.seq:,} = "

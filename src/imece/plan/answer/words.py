@@ -52,13 +52,8 @@ OPTIMIZERS = {"adamw": "AdamW", "adamw-8bit": "8-bit AdamW", "sgd": "SGD", "muon
 def gb(nbytes: float) -> str:
     """31_200_000_000 -> "31.2": GB of 10^9 bytes, with no more digits than are meaningful."""
     number = nbytes / 1e9
-    return (
-        f"{number:,.0f}"
-        if abs(number) >= 99.95
-        else f"{number:.1f}"
-        if abs(number) >= 0.995
-        else f"{number:.2f}"
-    )
+    digits = 0 if abs(number) >= 99.95 else 1 if abs(number) >= 0.995 else 2
+    return f"{number:,.{digits}f}"
 
 
 def seconds(number: float) -> str:
@@ -86,17 +81,12 @@ def compared(ratio: float) -> str:
 
 def device(cluster: Cluster) -> str:
     """The word for a device: "GPU", or "rank" on CPUs."""
-    return "rank" if is_cpu(cluster) else "GPU"
-
-
-def is_cpu(cluster: Cluster) -> bool:
-    """Whether ranks compute on CPUs."""
-    return cluster.gpu.is_cpu
+    return "rank" if cluster.gpu.is_cpu else "GPU"
 
 
 def kinds(cluster: Cluster) -> dict[str, str]:
     """Category of memory -> its meaning."""
-    return _KINDS | ({"overhead": "libraries"} if is_cpu(cluster) else {})
+    return _KINDS | ({"overhead": "libraries"} if cluster.gpu.is_cpu else {})
 
 
 def strategy_name(parallel: Parallel) -> str:

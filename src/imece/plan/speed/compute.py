@@ -208,8 +208,8 @@ def _core(
 def _attended(
     gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, context: int, heads: int
 ) -> tuple[float, float]:
-    """Tokens that a token attends to, itself included: equal on all ranks, because each has both ends of the
-    sequence."""
+    """The same without merging the blocks. Scores are equally many on all ranks, because each has both ends
+    of the sequence."""
     scores = recipe.micro_batch * recipe.seq * recipe.seq // context * heads
     flops: float
     if recipe.attention == "plain":  # also computes scores that the causal mask hides

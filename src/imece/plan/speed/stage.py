@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from imece.plan.hardware import Cluster
 from imece.plan.models.model import Model
-from imece.plan.setup import Precision, Recipe, Setup
+from imece.plan.setup import Recipe, Setup
 from imece.plan.speed.communication import along, collective_s, send_s
 from imece.plan.speed.compute import LayerTime, head_time, layer_time, stream_s
 from imece.plan.speed.manner import Manner
@@ -142,7 +142,7 @@ def _again(manner: Manner, recipe: Recipe, layer: LayerTime) -> float:
 
 def added_bytes(recipe: Recipe) -> float:
     """Bytes per parameter that adding a micro-batch's gradient to the earlier ones moves."""
-    precision: Precision = recipe.precision
+    precision = recipe.precision
     if precision.main_gradients:
         return precision.gradients + 2 * precision.main_gradients
     return 3 * precision.gradients if recipe.accumulation > 1 else 0.0
