@@ -34,12 +34,6 @@ def test_no_rows_are_no_result() -> None:
         accuracy.constant(rows_of((1, 1)))
 
 
-def test_quantile_lies_between_neighbours() -> None:
-    assert accuracy.quantile([3, 1, 2], 0.5) == 2
-    assert accuracy.quantile([0, 10], 0.9) == pytest.approx(9)
-    assert accuracy.quantile([4], 0.9) == 4
-
-
 @pytest.mark.parametrize(
     ("pairs", "tau"),
     [

@@ -33,10 +33,9 @@ class PlannerOptions:
         """What to judge. UserError for options that cannot be met."""
         if self.worst < 0:
             raise UserError(f"--worst {self.worst}: 0 or more")
-        names = tuple(planner.sources())
         if self.page is not None and self.tables:
             raise UserError("--page is of all tables: leave --tables out")
-        chosen = tuple(report.read_choices(self.tables, names, "--tables", or_none=True))
+        chosen = tuple(report.read_choices(self.tables, planner.TABLES, "--tables", or_none=True))
         readable = (*accuracy_time.TABLES, *accuracy_memory.TABLES)
         if self.rows is not None and (len(chosen) != 1 or chosen[0] not in readable):
             raise UserError(f"--rows needs --tables with one of {', '.join(readable)}")

@@ -6,13 +6,14 @@ in hindsight on the very rows that it predicts.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from imece.bench import machine
 from imece.bench.targets import verdict
@@ -29,10 +30,9 @@ from imece.plan.models.by_name import find_model
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
 from imece.plan.speed.step_time import step_time
 
+TABLES = (*accuracy_time.TABLES, *accuracy_parts.TABLES, *accuracy_memory.TABLES)
 CANDIDATES = 10_000
-_UNITS = {
-    "zero_states": "GB", "korthikanti_memory": "GiB or %", "own_engine": "MB"
-}  # fmt: skip
+_UNITS = {"zero_states": "GB", "korthikanti_memory": "GiB or %", "own_engine": "MB"}  # others: GiB
 _STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid")
 
 
@@ -94,32 +94,23 @@ class Results:
         }
 
 
-@functools.cache
-def sources() -> dict[str, tuple[str, Callable[[], Sequence[Row]]]]:
-    """Name -> (unit, function that gives the rows), for all tables."""
-    found: dict[str, tuple[str, Callable[[], Sequence[Row]]]] = {}
-    for name in accuracy_time.TABLES:
-        found[name] = ("s", lambda name=name: accuracy_time.rows(name))  # type: ignore[misc]
-    for name, rows in accuracy_parts.TABLES.items():
-        found[name] = ("s", rows)
-    for name, read in accuracy_memory.all_rows():
-        found[name] = (_UNITS.get(name, "GiB"), lambda read=read: read)  # type: ignore[misc]
-    return found
+def _table(name: str, own: Path | None) -> Table:
+    """The table with its predictions. own: a file with rows to predict instead, not for tables of parts."""
+    if name in accuracy_parts.TABLES:
+        return Table(name, "s", tuple(accuracy_parts.TABLES[name]()))
+    if name in accuracy_time.TABLES:
+        return Table(name, "s", tuple(accuracy_time.rows(name, read_own(name, own) if own else None)))
+    file, rows = accuracy_memory.TABLES[name]
+    return Table(name, _UNITS.get(name, "GiB"), tuple(rows(read_own(file, own) if own else None)))
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
     """Predict everything and report each table."""
     results = Results(plan)
-    for name, (unit, rows) in sources().items():
+    for name in TABLES:
         if plan.tables and name not in plan.tables:
             continue
-        if plan.own is not None and name in accuracy_memory.TABLES:
-            file, predicted = accuracy_memory.TABLES[name]
-            table = Table(name, unit, tuple(predicted(read_own(file, plan.own))))
-        elif plan.own is not None:
-            table = Table(name, unit, tuple(accuracy_time.rows(name, read_own(name, plan.own))))
-        else:
-            table = Table(name, unit, tuple(rows()))
+        table = _table(name, plan.own)
         results.tables.append(table)
         for line in lines(table, plan.worst):
             say(line)
@@ -217,7 +208,7 @@ def _judged_cells(table: Table | None, published: bool) -> list[str]:
         return [verdict(None, taus_text), verdict(None, regret_text)]
     taus = accuracy.of_cells(table.rows, accuracy.kendall)
     regrets = list(accuracy.of_cells(table.rows, accuracy.regret).values())
-    median, p90 = statistics.median(regrets), accuracy.quantile(regrets, 0.9)
+    median, p90 = statistics.median(regrets), float(np.quantile(regrets, 0.9))
     low = {name: tau for name, tau in taus.items() if tau < 0.7}
     figure = f"{min(taus.values()):.2f} to {max(taus.values()):.2f}"
     figure += f"; below: {', '.join(f'{name} {tau:.2f}' for name, tau in low.items())}" if low else ""

@@ -124,26 +124,30 @@ def ultrascale_fits(model: str | None = None, own: Table | None = None) -> Fits:
     table = [r for r in (own or read("ultrascale")).rows if model in (None, r["model"])]
     gpu = find_gpu("H100")
     ran = {_configuration(r) for r in table if r["status"] == "ok"}
-    counts = [0] * 6
+    passed: list[bool] = []  # for each run that ran: whether it is predicted to fit
+    failed: list[tuple[bool, bool]] = []  # for each other: predicted not to fit, can only be too large
     for r in table:
         setup = ultrascale_setup(r)
         needed = memory(setup, 0, NANOTRON).total
-        flagged = not _has_room(needed, gpu)
+        has_room = _has_room(needed, gpu)
         if r["status"] == "ok":
-            counts[0] += 1
-            counts[1] += not flagged
+            passed.append(has_room)
             continue
-        memory_alone = (
+        too_large = (
             setup.recipe.accumulation >= setup.parallel.pipeline - 1
             and setup.parallel.pipeline < setup.model.layers
             and _configuration(r) not in ran
             and needed > gpu.memory_bytes / 2
         )
-        counts[2] += 1
-        counts[3] += flagged
-        counts[4] += memory_alone
-        counts[5] += memory_alone and flagged
-    return Fits(*counts)
+        failed.append((not has_room, too_large))
+    return Fits(
+        ran=len(passed),
+        ran_passed=sum(passed),
+        failed=len(failed),
+        failed_flagged=sum(flagged for flagged, _ in failed),
+        too_large=sum(too_large for _, too_large in failed),
+        too_large_flagged=sum(flagged and too_large for flagged, too_large in failed),
+    )
 
 
 def _configuration(r: Mapping[str, str]) -> tuple[str, ...]:
@@ -286,9 +290,3 @@ TABLES: dict[str, tuple[str, Callable[[Table | None], list[Row]]]] = {
         for family in ("gpt", "moe", "mixtral", "bert")
     },
 }
-
-
-def all_rows() -> Iterator[tuple[str, list[Row]]]:
-    """(table, its rows) for all tables."""
-    for name, (_, rows) in TABLES.items():
-        yield name, rows(None)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,10 @@ def summary(rows: Sequence[Row], worst: int = 5) -> Summary:
         rows=len(rows),
         mape=statistics.fmean(errors),
         median=statistics.median(errors),
-        p90=quantile(errors, 0.9),
+        p90=float(np.quantile(errors, 0.9)),
         bias=statistics.median(row.error for row in rows),
         worst=tuple(sorted(rows, key=lambda row: abs(row.error), reverse=True)[:worst]),
     )
-
-
-def quantile(numbers: Sequence[float], part: float) -> float:
-    """The quantile, interpolated as in numpy's default."""
-    ordered = sorted(numbers)
-    place = part * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def kendall(rows: Sequence[Row]) -> float | None:
@@ -127,10 +120,7 @@ def constant(rows: Sequence[Row]) -> tuple[float, list[Row]]:
         if sofar >= total / 2:
             best = ratio
             break
-    rival = [
-        Row(r.name, r.measured, r.work / best, r.work, r.cell, r.held_out, r.ranks) for r in known
-    ]  # fmt: skip
-    return best, rival
+    return best, [replace(row, predicted=row.work / best) for row in known]
 
 
 def skill(rows: Sequence[Row]) -> float:
