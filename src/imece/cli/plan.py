@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from imece.bench import report
 from imece.cli.options import parse
@@ -26,6 +27,7 @@ from imece.plan.answer.text import (
     shortfall_lines,
     table,
 )
+from imece.plan.check import check_json, check_lines, read_plan
 from imece.plan.hardware import Cluster, Gpu, describes_gpu, find_cluster, gpu_names, parse_gpus
 from imece.plan.here import kept_cluster
 from imece.plan.models.by_name import find_model
@@ -50,9 +52,7 @@ def run(argv: Sequence[str]) -> int:
     _check_files(options)
     options.check_together()
     if options.check is not None:
-        from imece.cli.plan_check import check_run
-
-        return check_run(options.check, options.json)
+        return _check_run(options.check, options.json)
     question = question_of(options)
     check(question)
     if options.scale is not None:
@@ -174,6 +174,19 @@ def width() -> int:
 def _precision(options: PlanOptions, gpu: Gpu) -> Precision:
     precision = precision_of(options.precision_on(gpu))
     return replace(precision, moments=1) if options.optimizer == "adamw-8bit" else precision
+
+
+def _check_run(run: Path, as_json: bool) -> int:
+    """Compare what was predicted of a run with what was measured. UserError if it has no prediction."""
+    content = read_plan(run)
+    if as_json:
+        print(json.dumps(check_json(content), indent=1))
+    else:
+        predicted = content["predicted"]
+        hardware = predicted.get("hardware") or "hardware that is not measured"
+        print(f"{run}: {predicted.get('plan', '')} on {hardware}\n")
+        print("\n".join(check_lines(content)))
+    return 0
 
 
 def _nothing_fits(options: PlanOptions, answer: Answer) -> int:

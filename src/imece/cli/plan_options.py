@@ -12,7 +12,8 @@ import tyro
 
 from imece.errors import UserError
 from imece.footprint import Offload
-from imece.plan.answer.space import RESERVE
+from imece.plan.answer.space import RESERVE, STRATEGIES
+from imece.plan.answer.words import ALSO
 from imece.plan.hardware import Gpu
 from imece.plan.setup import FP32, Adapters, Optimizer, Precision, Recomputation, Strategy
 
@@ -23,11 +24,8 @@ StrategyName = Literal[
 PrecisionName = Literal["bf16", "fp16", "autocast", "fp32", "bf16-pure", "fp8"]
 
 _STRATEGIES: dict[str, Strategy] = {
-    "replicate": "replicate", "ddp": "replicate", "NO_SHARD": "replicate", "zero1": "zero1",
-    "zero2": "zero2", "SHARD_GRAD_OP": "zero2", "zero3": "zero3", "fsdp": "zero3",
-    "FULL_SHARD": "zero3",
-    "hybrid": "hybrid", "HYBRID_SHARD": "hybrid", "hybrid_zero2": "hybrid_zero2",
-    "_HYBRID_SHARD_ZERO2": "hybrid_zero2",
+    **{name: name for name in STRATEGIES}, **{also: name for name, also in ALSO.items()},
+    "ddp": "replicate", "fsdp": "zero3",
 }  # fmt: skip
 _PRECISIONS = {
     "bf16": Precision(),
@@ -130,6 +128,7 @@ class PlanOptions:
 
     @property
     def strategy_of_ours(self) -> Strategy | None:
+        """The strategy by imece's name; None: auto."""
         return _STRATEGIES.get(self.strategy)
 
     def precision_on(self, gpu: Gpu) -> PrecisionName:

@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -280,7 +281,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
         raise UserError(f"{where}: {family.experts} is 0, and a {kind} model has experts: at least 1")
     width, heads = numbers[family.width], numbers[family.heads]
     window = _whole(content, _WINDOW, where, 0)
-    asks = _Asks(content, where)
+    asks = functools.partial(_asked, content, where)
     try:
         model = Model(
             name,
@@ -310,18 +311,12 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
         raise UserError(f"{where}: {error}: get the file again") from error
 
 
-@dataclass(frozen=True)
-class _Asks:
-    """Reads features that the family has, or has if the file says so. UserError as from `_either`."""
-
-    content: Mapping[str, Any]
-    where: str
-
-    def __call__(self, switch: _Switch) -> bool:
-        return switch if isinstance(switch, bool) else _either(self.content, switch, self.where, False)
+def _asked(content: Mapping[str, Any], where: str, switch: _Switch) -> bool:
+    """Whether the family has a feature, or the file asks for it. UserError as from `_either`."""
+    return switch if isinstance(switch, bool) else _either(content, switch, where, False)
 
 
-def _vectors(model: Model, family: _Family, asks: _Asks) -> int:
+def _vectors(model: Model, family: _Family, asks: Callable[[_Switch], bool]) -> int:
     """Elements of a layer's norms and biases."""
     query, key = model.q_width, model.kv_width
     found = model.norms * family.norm_vectors * model.width
