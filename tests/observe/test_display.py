@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from imece.observe.display import Display, duration, gigabytes, si
-from imece.observe.units import megabytes, milliseconds
+from imece.observe.display import Display
+from imece.observe.units import duration, gigabytes, megabytes, milliseconds, si
 from imece.observe.visible import visible
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

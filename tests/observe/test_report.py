@@ -18,7 +18,8 @@ import pytest
 
 from imece.observe.chart import Axis, Chart, tick_text
 from imece.observe.curves import Curve, curve, frame, piecewise_mean, smoothed, thinned
-from imece.observe.report import catch_up, write_loss_plot, write_report
+from imece.observe.loss_plot import write_loss_plot
+from imece.observe.report import catch_up, write_report
 from imece.observe.run_files import CHECKPOINT, ENDED
 
 EVIL = "<script>alert(1)</script>&\"'"

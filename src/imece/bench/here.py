@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import imece
-from imece.collectives.links import LARGE_BYTES, measure
+from imece.collectives.links import measure
 from imece.collectives.shared_memory.cgroup import allowed_bytes
-from imece.cores import usable_cores
 from imece.launch.spawn import spawn
 from imece.models.cross_entropy import summed_cross_entropy
 from imece.models.presets import preset
@@ -67,7 +66,6 @@ def _measure_rank() -> dict[str, Any]:
         "kind": device.type,
         "backend": mesh.backend,
         "ranks": mesh.world_size,
-        "cores": usable_cores(),
         "dtype": str(dtype).removeprefix("torch."),
         "side": side,
         "attention": ATTENTION[device.type],
@@ -91,7 +89,6 @@ def _measure_rank() -> dict[str, Any]:
         links = measure(mesh.world_group, mesh.hosts, device)
         native = links.native["all_reduce"]
         figures |= {"all_reduce_fixed_s": native.fixed_s, "all_reduce_s_per_byte": native.s_per_byte}
-        figures["all_reduce_bytes"] = LARGE_BYTES
     return figures
 
 

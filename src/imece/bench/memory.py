@@ -174,7 +174,6 @@ def draw(results: Results, path: Path, subtitle: str) -> None:
     patches.append(Patch(facecolor="#dddddd", hatch="///", edgecolor="white", label=which))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"Memory that training takes on one rank\n{subtitle}", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path)
 
 

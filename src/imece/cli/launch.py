@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
@@ -133,7 +134,7 @@ def _counted(own: Sequence[str]) -> list[str]:
         typed, equals, value = word.partition("=")
         name = typed.replace("_", "-")
         if name in _RANKS:
-            given = [value] if equals else [following for following in [next(words, None)] if following]
+            given = [value] if equals else [*itertools.islice(words, 1)]
             given = [str(_devices(text)) if text in _DEVICES else text for text in given]
             left += [name, *given]
             said.append((name, " ".join(given)))

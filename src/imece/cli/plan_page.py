@@ -77,7 +77,7 @@ def page_of(explained: Explained, answer: Answer) -> str:
     question, winner = explained.question, explained.winner
     cluster = question.cluster
     picture = io.BytesIO()
-    save(whole(explained, answer), picture, kind="png")
+    save(whole(explained, answer), picture)
     encoded = base64.b64encode(picture.getvalue()).decode()
     body = [
         f"<h1>{html.escape(title(winner.setup))}</h1>",

@@ -18,10 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from imece.observe.progress import Progress
-from imece.observe.units import duration, gigabytes, si
 from imece.observe.visible import visible
-
-__all__ = ["Display", "duration", "gigabytes", "si"]
 
 _DRAW_S = 0.125  # between two drawings of the line on a terminal
 _PLAIN_S = 10.0  # between two plain lines, unless a tenth of the run lies between them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 from pathlib import Path
@@ -51,12 +52,10 @@ def version(package: str) -> str | None:
 
 def cpu_model() -> str:
     """The CPU's name in the kernel's words."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        return platform.machine()
     return platform.machine()
 
 

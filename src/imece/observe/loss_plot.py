@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from imece.observe.curves import curve, frame, smoothed, thinned
 from imece.observe.pictures import save
 from imece.observe.run_files import RunFiles
-from imece.writing import write_whole
 
 _RAW, _MAIN, _VAL, _LEVEL, _SOFT = "#a9cbe8", "#1f6fb2", "#c2570c", "#8a93a3", "#5d6675"
 _INCHES, _DPI = (12, 7), 100  # 1200 x 700 pixels
@@ -56,6 +54,4 @@ def write_loss_plot(run: Path) -> None:
     axes.legend(fontsize=13, frameon=False, loc="upper center", ncols=3, bbox_to_anchor=(0.5, 1.08))
     title = files.name if files.val_loss is None else f"{files.name}: validation loss {files.val_loss:.3f}"
     figure.suptitle(title, fontsize=17, x=0.02, ha="left", parse_math=False)
-    picture = io.BytesIO()
-    save(figure, picture, dpi=_DPI, kind="png")
-    write_whole(run / "loss.png", picture.getvalue())
+    save(figure, run / "loss.png", dpi=_DPI)

@@ -22,8 +22,6 @@ from imece.observe.units import duration, gigabytes, milliseconds, si
 from imece.observe.visible import visible
 from imece.writing import write_whole
 
-__all__ = ["catch_up", "write_loss_plot", "write_report"]
-
 # The parts of a step: key of the record, which is also the CSS class, and name.
 _PARTS = {
     "data": "data",

@@ -205,7 +205,6 @@ def draw(traces: Traces, path: Path, title: str = "One training step") -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path, dpi=130)
 
 

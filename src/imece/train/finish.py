@@ -17,7 +17,8 @@ from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
 from imece.listing import many
 from imece.models.generate import LogitsError, generate
-from imece.observe.report import write_loss_plot, write_report
+from imece.observe.loss_plot import write_loss_plot
+from imece.observe.report import write_report
 from imece.observe.run_files import CHECKPOINT, ENDED, as_argument
 from imece.observe.units import duration, si
 from imece.train.loop import Loop

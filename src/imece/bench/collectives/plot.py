@@ -69,5 +69,4 @@ def draw(results: Sequence[Result], path: Path, subtitle: str) -> None:
     )
     lines = subtitle.replace("; load", "\nload")  # a single line would be wider than one panel
     figure.suptitle(f"Collectives on one host, one thread a rank\n{lines}", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path, dpi=130)

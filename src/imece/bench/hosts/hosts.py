@@ -15,8 +15,8 @@ from typing import Any
 
 from imece.bench import machine, targets
 from imece.bench.crew import Crew, slowest
-from imece.bench.hosts import namespaces, tcp
 from imece.bench.hosts import step as hosts_step
+from imece.bench.hosts import tcp
 from imece.bench.hosts.namespaces import ADDRESSES, Hosts, two_hosts
 from imece.bench.hosts.rank import WAYS
 from imece.bench.hosts.step import StepResults
@@ -173,7 +173,7 @@ def _crew(hosts: Hosts, places: str) -> Crew:
     ]
     return Crew.of_ranks(
         "hosts", _MODULE, len(places), extra=extra, starts=[hosts.starter(host) for host in places],
-        master_addr=namespaces.ADDRESSES["a"],
+        master_addr=ADDRESSES["a"],
     )  # fmt: skip
 
 

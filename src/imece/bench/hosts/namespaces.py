@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,13 +60,7 @@ class Hosts:
 
     def starter(self, host: str) -> Start:
         """For Crew.of_ranks: starts a rank on `host`."""
-
-        def start(
-            argv: Sequence[str], environ: Mapping[str, str], output: BinaryIO
-        ) -> subprocess.Popen[bytes]:
-            return self.start(host, argv, environ, output)
-
-        return start
+        return partial(self.start, host)
 
     def start(
         self, host: str, argv: Sequence[str], environ: Mapping[str, str], output: BinaryIO

@@ -41,7 +41,6 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         fontsize=9, frameon=False,
     )  # fmt: skip
     figure.suptitle("The planner beside published measurements", fontsize=12)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path, dpi=100)
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -165,11 +165,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     new = path.with_suffix(f".{os.getpid()}")
     save_file({name: tensors[name].contiguous() for name in held.values()}, new)
     new.replace(path)
-
-
-def as_argument(task: Task) -> str:
-    """The task as an argument of `python -m imece.bench.recovery.rank`."""
-    return json.dumps(asdict(task))
 
 
 def main() -> None:

@@ -47,6 +47,8 @@ class Kills:
     """Steps per second while there were kills, relative to the rate without."""
     difference: float | None
     """Relative difference to the undisturbed run's parameters, in norm. None if the run did not end."""
+    compared: int
+    """Steps after which parameters are compared."""
 
     @property
     def steps(self) -> int:
@@ -57,8 +59,6 @@ class Kills:
     def kills_compared(self) -> int:
         """Kills that came before the parameters were compared."""
         return sum((fault["step"] or 0) < self.compared for fault in self.drill["faults"])
-
-    compared: int = 200
 
 
 @dataclass

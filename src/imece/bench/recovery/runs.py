@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import imece
-from imece.bench.recovery import rank as recovery_rank
-from imece.bench.recovery import torch_rank as recovery_torch
+from imece.bench.recovery import rank, torch_rank
 from imece.bench.recovery.rank import BEGAN, COST, ENDED, PARAMETERS, Task
 from imece.bench.recovery.torch_rank import PROGRESS, TorchTask
 from imece.launch.processes import die_with_parent
@@ -33,7 +32,7 @@ Argv = Sequence[str]
 GIVEN_UP_S = 45.0
 _START_S = 120.0
 _POLL_S = 0.01
-_RANK, _TORCH = recovery_rank.__name__, recovery_torch.__name__
+_RANK, _TORCH = rank.__name__, torch_rank.__name__
 _IMECE = (sys.executable, "-m", "imece")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
@@ -82,9 +81,14 @@ def copied_package(folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _argument(task: Task | TorchTask) -> str:
+    """The task as an argument of the module that reads it."""
+    return json.dumps(asdict(task))
+
+
 def train(task: Task, ranks: int) -> Trained:
     """A run without faults."""
-    _run((*_IMECE, "launch", "--ranks", str(ranks), "-m", _RANK, recovery_rank.as_argument(task)))
+    _run((*_IMECE, "launch", "--ranks", str(ranks), "-m", _RANK, _argument(task)))
     return _trained(task)
 
 
@@ -95,7 +99,7 @@ def drill(
     figures = Path(task.folder) / "drill.json"
     options = ("--ranks", str(ranks), "--kills", str(kills), "--every-s", str(every_s), "--seed", str(seed))
     argv = (*_IMECE, "drill", *options, "--json", str(figures), "-m", _RANK)
-    said = _run((*argv, recovery_rank.as_argument(task)), statuses=None)
+    said = _run((*argv, _argument(task)), statuses=None)
     if not figures.exists():
         raise RunError(said)
     found: dict[str, Any] = json.loads(figures.read_text())
@@ -105,7 +109,7 @@ def drill(
 
 def cost(task: Task, ranks: int) -> dict[str, Any]:
     """What readiness for failures adds to a step."""
-    _run((*_IMECE, "launch", "--ranks", str(ranks), "-m", _RANK, recovery_rank.as_argument(task)))
+    _run((*_IMECE, "launch", "--ranks", str(ranks), "-m", _RANK, _argument(task)))
     found: dict[str, Any] = json.loads((Path(task.folder) / COST).read_text())
     return found
 
@@ -115,7 +119,7 @@ def start(ours: bool, ranks: int, folder: Path) -> float:
     task = TorchTask(str(folder), steps=1)
     launcher = (*_IMECE, "launch", "--ranks") if ours else (*_TORCHRUN, "--nproc-per-node")
     began = time.monotonic()
-    _run((*launcher, str(ranks), "-m", _TORCH, recovery_torch.as_argument(task)))
+    _run((*launcher, str(ranks), "-m", _TORCH, _argument(task)))
     return _progress(folder)[0][0] - began
 
 
@@ -125,7 +129,7 @@ def kill_under_torchrun(
     """Send SIGKILL to a random rank, at a random instant after the first checkpoint."""
     task = TorchTask(str(folder), steps=10**6, checkpoint_every=checkpoint_every)
     argv = (*_TORCHRUN, "--max-restarts", "3", "--nproc-per-node", str(ranks), "-m", _TORCH)
-    with _running((*argv, recovery_torch.as_argument(task)), environ) as (child, log):
+    with _running((*argv, _argument(task)), environ) as (child, log):
         wanted = checkpoint_every + rng.randint(1, 2 * checkpoint_every)
         if not _wait(lambda: len(_progress(folder)) >= wanted, child, _START_S):
             raise RunError(f"torchrun made no {wanted} steps\n{_tail(log)}")

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,11 +63,6 @@ def main() -> None:
             (folder / f"{CHECKPOINT}.new").replace(folder / CHECKPOINT)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def as_argument(task: TorchTask) -> str:
-    """The task as a command-line argument."""
-    return json.dumps(asdict(task))
 
 
 if __name__ == "__main__":

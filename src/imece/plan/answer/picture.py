@@ -48,9 +48,7 @@ _ABOVE = 1.06  # of the fastest way's rate
 
 def draw(explained: Explained, answer: Answer, path: Path) -> None:
     """Write a PNG with four panels."""
-    figure = whole(explained, answer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
+    save(whole(explained, answer), path)
 
 
 def whole(explained: Explained, answer: Answer) -> Figure:

@@ -210,5 +210,4 @@ def draw_scale(points: Sequence[Point], kind: Kind, path: Path) -> None:
         f"{kind} scaling of {first.question.model.name} on {first.question.cluster.gpu.name}, {batch} x "
         f"{first.question.seq:,}", fontsize=11, parse_math=False,
     )  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path)
