@@ -254,6 +254,7 @@ class Generations:
         self._newcomers.pop(member, None)
         self._said.pop(member, None)
         self.left.discard(member)
+        self.leaving.discard(member)
         if member in self.joining:
             self.joining.remove(member)
 
@@ -279,11 +280,13 @@ class Generations:
 
     def _after_death(self, go_on: Callable[[Sequence[int]], bool], now: float) -> Verdict | None:
         living = self._living()
+        going = set() if self.stopping else self.leaving | self._to_leave
+        staying = [member for member in living if member not in going]
         least, all_go_on = self._limits.min_ranks, self.all_go_on(go_on)
-        if len(living) < max(1, least) or not all_go_on:
+        if len(staying) < max(1, least) or not all_go_on:
             if self.stopping:
                 return None
-            too_few = f"; fewer than --min-ranks {least} were left" if living and all_go_on else ""
+            too_few = f"; fewer than --min-ranks {least} were left" if staying and all_go_on else ""
             if self._limits.restart:
                 return self._start_again(now, too_few)
             may_restart = self._steps is not None and self._limits.max_restarts is None

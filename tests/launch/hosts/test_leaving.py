@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from imece.launch.hosts.events import Down
 from tests.launch.hosts.cluster import Make
 
 
@@ -181,3 +182,61 @@ def test_one_asked_to_go_goes_though_the_coordinator_dies(cluster: Make) -> None
     made.settle()
     outcome = made.heres[2].outcome
     assert outcome is not None and outcome.status == 143 and made.newest(1).members == (2, 3)
+
+
+@pytest.mark.parametrize("number", [2, 15])
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_that_got_a_signal_goes_though_it_is_cut_off(cluster: Make, host: int, number: int) -> None:
+    """Before others have heard of it, or with too few others to go on."""
+    made = cluster(3)
+    made.hosts[host].obstinate = True
+    made.away |= {frozenset((host, other)) for other in range(3) if other != host}
+    made.links = {pair for pair in made.links if host not in pair}
+    made.agents[host].role.signalled(number)
+    made.hosts[host].obstinate = False
+    for other in range(3):
+        if other != host:
+            made.events[host].append(Down(other, "it was silent for 10 s", False))
+            made.events[other].append(Down(host, "it was silent for 10 s", False))
+    made.settle()
+    outcome = made.heres[host].outcome
+    assert outcome is not None and outcome.status == 128 + number
+    assert not any("tries for" in line for line in made.hosts[host].said)
+    assert len(made.leaders) == 1 and len(made.newest(2).members) == 4
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_all_others_die_while_a_host_leaves(cluster: Make, restart: bool) -> None:
+    """Whoever would replace them would wait for members that have left."""
+    made = cluster(2, restart=restart)
+    made.agents[1].role.signalled(15)
+    while made._handle():
+        pass
+    assert made.newest(1).leaving == (2, 3)
+    for member in (0, 1):
+        made.hosts[0].dies(member)
+    made.settle()
+    outcomes = [here.outcome for here in made.heres.values()]
+    assert outcomes[1] is not None and outcomes[1].status == 143
+    if restart:
+        assert outcomes[0] is None and made.newest(0).members == (4, 5) == tuple(made.members(0))
+    else:
+        assert outcomes[0] is not None and outcomes[0].status == 137
+
+
+def test_all_end_by_a_signal_while_they_end_to_start_again(cluster: Make) -> None:
+    made = cluster(2, restart=True)
+    made.agents[1].role.signalled(15)
+    while made._handle():
+        pass
+    made.hosts[1].obstinate = True
+    made.hosts[0].dies(0)
+    made.hosts[0].dies(1)
+    made.settle()
+    made.hosts[1].dies(2, 0)
+    made.settle()
+    made.agents[0].role.signalled(2)
+    made.hosts[1].dies(3, 0)
+    made.settle()
+    outcome = made.heres[0].outcome
+    assert outcome is not None and outcome.status == 130

@@ -9,7 +9,10 @@ import signal
 import pytest
 
 from imece.errors import UserError
+from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Said, Up
+from imece.launch.hosts.follower import Follower
+from imece.launch.hosts.seeker import Seeker
 from imece.launch.hosts.wide_view import WideView
 from imece.membership.roster import Generation
 from tests.launch.hosts.cluster import RANKS, Make
@@ -175,6 +178,67 @@ def test_when_no_side_may_go_on_all_start_again_together(cluster: Make) -> None:
     assert made.leaders == [0] and [made.members(host) for host in range(3)] == [[6, 7], [8, 9], [10, 11]]
     assert made.newest(0).number > 0, "numbers are not used again"
     assert [made.hosts[host].starts for host in range(3)] == [1, 1, 1]
+
+
+def test_host_0_gathers_again_when_the_one_that_led_is_gone_too(cluster: Make) -> None:
+    """Nobody else does: it and those that are started again would look for each other."""
+    made = cluster(2)
+    made.die(0)
+    made.start(0)
+    while not isinstance(made.agents[0].role, Seeker):
+        assert made._connect() or made._handle()
+    made.die(1)
+    made.start(1)
+    made.settle()
+    assert made.leaders == [0] and [len(made.members(host)) for host in (0, 1)] == [RANKS, RANKS]
+    assert not any("is host 0 started" in line for line in made.hosts[0].said)
+
+
+def test_who_has_never_heard_of_a_generation_leads_nobody(cluster: Make) -> None:
+    made = cluster(2, apart=True)
+    made.away.clear()
+    while not isinstance(made.agents[1].role, Follower):
+        assert made._connect() or made._handle()
+    made.die(0)
+    assert "before it knew of any generation" in made.hosts[1].said[-1]
+    made.start(0)
+    made.settle()
+    assert made.leaders == [0] and made.newest(1).members == (0, 1, 2, 3)
+
+
+def test_who_seeks_follows_nobody_that_it_has_not_asked(cluster: Make) -> None:
+    """Who was stopped for long may speak to one that has begun anew, and does not count any more."""
+    made = cluster(3)
+    made.cut({2})
+    known = made.heres[0].standing
+    assert known is not None
+    made.heres[2].up[0] = made.heres[2].book[0]
+    made.agents[2].happened(Said(0, {"do": "view", "standing": known.message(), "run": "imece-1"}))
+    assert isinstance(made.agents[2].role, Seeker) and made.heres[2].standing is None
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_who_leads_is_gone_while_all_are_about_to_start_again(cluster: Make, told: bool) -> None:
+    """That nobody has ranks then is no end of the job, nor is anybody started twice."""
+    made = cluster(3, restart=True)
+    before = made.heres[1].snapshot
+    made.hosts[0].resilient = False
+    made.hosts[0].dies(0)
+    while made._end_ranks() or made._handle():
+        pass
+    assert [made.members(host) for host in range(3)] == [[], [], []]
+    made.hosts[0].resilient = True
+    if told:
+        assert isinstance(made.agents[0].role, Coordinator)
+        made.agents[0].role._tell_what_is_known(0.0, anyway=True)
+        while made._handle():
+            pass
+    else:
+        made.settle()
+        made.heres[1].snapshot = made.heres[2].snapshot = before
+    made.die(0)
+    assert made.leaders == [1] and [len(made.members(host)) for host in (1, 2)] == [RANKS, RANKS]
+    assert list(made.newest(2).members) == made.members(1) + made.members(2)
 
 
 def test_a_watcher_sees_and_hits_members_of_all_hosts(cluster: Make) -> None:

@@ -275,7 +275,7 @@ class Coordinator:
         self._job.resume(here.snapshot, reports, self._lead.why, now)
         self._empty = {host for host in self._job.hands if not self._job.has_members(host)}
         if here.asked_to_go is not None:
-            self._leave(here.me, here.asked_to_go)
+            self.signalled(here.asked_to_go)
         late, self._late = self._late, []
         for host, message in late:
             self.said(host, message)
@@ -316,6 +316,7 @@ class Coordinator:
         """A signal ends the job. All hosts may get it at once, as SLURM's do: only the second one at a host
         means hurry."""
         self._leaving.clear()  # all are leaving
+        self._here.asked_to_go = number
         if not self._ends or host in self._signalled:
             self._ends = True
             self._job.signalled(number, "" if host == self._here.me else f" on host {host}")

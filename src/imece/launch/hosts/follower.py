@@ -52,7 +52,7 @@ class Follower:
         if endings:  # perhaps some ended when this host had told what it knows, and nobody led
             self.ended(endings, time.monotonic())
         if here.asked_to_go is not None:
-            here.send(follow.leader, {"say": "leave", "number": here.asked_to_go})
+            self._ask(here.asked_to_go)
 
     def up(self, host: int) -> None:
         """Tell a host that looks for the coordinator where it is."""
@@ -105,17 +105,18 @@ class Follower:
     def signalled(self, number: int) -> None:
         """SIGINT is for the whole job, any other signal for this host; a second one goes to its ranks."""
         here = self._here
-        if number == signal.SIGINT and self._lost_since is None:
-            here.send(self._leader, {"say": "signal", "number": number})
-            return
-        if here.asked_to_go is None and self._lost_since is None:
+        if self._lost_since is None and (number == signal.SIGINT or here.asked_to_go is None):
             here.asked_to_go = number
-            here.send(self._leader, {"say": "leave", "number": number})
+            self._ask(number)
             return
         here.host.end(list(here.host.crew.living), signal.SIGKILL, 0.0)
         if self._lost_since is not None:
             name = signal.Signals(number).name
             here.outcome = Outcome(128 + number, f"imece: ended by {name}, without the coordinator")
+
+    def _ask(self, number: int) -> None:
+        say = "signal" if number == signal.SIGINT else "leave"
+        self._here.send(self._leader, {"say": say, "number": number})
 
     def next_time(self) -> float:
         """When to look at the members, or to give the election up."""
@@ -227,6 +228,9 @@ class Follower:
         side = here.side() - {self._leader}
         if not here.standing.may_go_on(side, here.dead):
             here.turn = Seek(here.standing.cut_off(side, here.dead))
+            return
+        if here.snapshot is None:
+            here.turn = Seek(f"cut off from host {self._leader} before it knew of any generation")
             return
         if here.standing.coordinator(here.standing.newest.hosts - side) != here.me:
             return

@@ -106,7 +106,7 @@ class Here:
         self.was_cut_off = False
         """Whether it had a part in the job, and has not come back yet."""
         self.asked_to_go: int | None = None
-        """The signal by which this host was asked to leave, if any."""
+        """The signal by which this host was asked to leave, or to end the job, if any."""
         self.view: WideView | None = None
         """For another thread that watches, while this host leads."""
         self.turn: Turn | None = None

@@ -39,10 +39,9 @@ class Seeker:
         here.network.lead_to(None)
         here.host.end(list(here.host.crew.living), signal.SIGKILL, 0.0)
         if seek.why:
-            here.say(
-                f"host {here.me} was {seek.why}: its ranks were ended; "
-                f"it tries for {here.plan.patience_s:.0f} s to join the others again"
-            )
+            tries = f"; it tries for {here.plan.patience_s:.0f} s to join the others again"
+            asked = here.asked_to_go is not None
+            here.say(f"host {here.me} was {seek.why}: its ranks were ended{'' if asked else tries}")
         self.on_time(time.monotonic())
 
     def up(self, host: int) -> None:
@@ -68,7 +67,9 @@ class Seeker:
                 here.note_book([[leader, address, port]])
                 if leader not in here.up and leader != here.me:
                     self._dial(leader, time.monotonic())
-            case {"do": "view"} if self._shows:
+            case {"say": "role", "role": "seeks"}:
+                self._perhaps_gather()
+            case {"do": "view"} if host in self._asked:  # not from one that takes it for who it was
                 if here.was_cut_off:
                     here.say(f"host {here.me} is back, and follows host {host}")
                 here.was_cut_off = False
@@ -87,6 +88,7 @@ class Seeker:
             raise UserError(f"host {self._here.me} cannot join: {why}")
         self._asked.pop(host, None)
         self._dial_at[host] = time.monotonic() + _AGAIN_S
+        self._perhaps_gather()
 
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
         """Nothing follows from that."""
@@ -106,6 +108,9 @@ class Seeker:
         """Report once no rank is left here."""
         here = self._here
         if not self._shows and not here.host.crew.living:
+            if here.asked_to_go is not None:  # nobody else has heard of that signal, or nobody else is left
+                self.signalled(here.asked_to_go)
+                return
             self._shows = True
             here.host.begin_anew()
             for host in here.up:
@@ -113,7 +118,7 @@ class Seeker:
             for host in here.book:
                 self._dial(host, now)
             if self._gathers:
-                here.turn = Lead()  # unless the job goes on elsewhere, it starts again once all are here
+                here.turn = Lead()
         for host in [host for host, at in self._dial_at.items() if now >= at]:
             self._dial(host, now)
         if now >= self._say_at:
@@ -121,6 +126,12 @@ class Seeker:
             self._say_what_it_waits_for()
         if now >= self._until:
             self._give_up()
+
+    def _perhaps_gather(self) -> None:
+        """Host 0 gathers all who seek, until one says that the job goes on elsewhere; whoever has said so may
+        be gone by now, or seek itself."""
+        if self._here.me == 0 and self._shows:
+            self._here.turn = Lead()
 
     def _say_what_it_waits_for(self) -> None:
         here = self._here

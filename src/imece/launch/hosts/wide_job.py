@@ -126,6 +126,9 @@ class WideJob(Job):
         endings = {m: ending for report in reports.values() for m, ending in report.endings.items()}
         newest = max((report.newest for report in reports.values()), key=lambda each: each.number)
         generations.follow_up(newest, 1 + max([*living, *endings, *newest.members], default=-1))
+        held = {seen.slot for seen in living.values()}
+        for member in [m for m, slot in generations.slots.items() if m not in living and slot in held]:
+            generations.remove(member)  # all were starting again: others have come in its place
         for member, seen in living.items():
             generations.resume(member, seen.slot)
         self._set_places()
@@ -135,7 +138,12 @@ class WideJob(Job):
         self.ended(gone | self._lost(dict.fromkeys(missing, why), now), now)
         if generations.stopping:
             self.signalled(signal.SIGTERM, " on a host that is gone")
-        if not self.is_calm or not generations.slots:
+        if not self.is_calm:
+            return
+        if not generations.slots:
+            if not generations.is_ending:  # nobody has come to the end: whoever led would have started some
+                stands_for_all = generations.start_one(generations.places[0], now)
+                self.ended(self._lost({stands_for_all: why}, now), now)
             return
         if generations.newest.number == number:
             self._publish(generations.renew())  # the store in which the last generation was meeting is gone
