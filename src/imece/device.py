@@ -138,8 +138,10 @@ def _by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 def check_backend(asked: str | None) -> None:
     """UserError if torch was built without the backend `asked` for."""
+    if asked is None:
+        return
     known = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
-    for part in (asked or "").split(",") if asked is not None else []:
+    for part in asked.split(","):
         if part.split(":")[-1] not in known:
             usual = [each for each in known if each not in _INTERNAL]
             raise UserError(f"backend {asked!r}: torch here has {', '.join(usual)}")

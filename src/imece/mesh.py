@@ -33,6 +33,7 @@ from imece.world import BACKEND, World, read_world
 
 LANES = 2
 """How many calls over hosts can be under way at a time: each has a group inside the hosts for itself."""
+Lane = int | str  # among groups of the same ranks: 0 is the usual one, a name says what another is for
 _SHOWN_CHARS = 200
 
 before_closing: list[Callable[[], None]] = []
@@ -63,9 +64,6 @@ dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _fini
 def _end_the_last() -> None:
     for end in ended_last:
         end()
-
-
-Lane = int | str  # among groups of the same ranks: 0 is the usual one, a name says what another is for
 
 
 class Mesh:
@@ -116,9 +114,7 @@ class Mesh:
         self._sizes = dict(sizes)
         self._store = store  # of this mesh alone
         self._whole: Partition = (tuple(range(world.world_size)),)
-        self._groups: dict[tuple[Partition, int | str], dist.ProcessGroup] = {
-            (self._whole, 0): _default_group()
-        }
+        self._groups: dict[tuple[Partition, Lane], dist.ProcessGroup] = {(self._whole, 0): _default_group()}
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
         for begin in once_arranged:

@@ -123,12 +123,17 @@ def pid_of(store: dist.Store, member: int) -> int | None:
 
 def left_early(store: dist.Store, member: int) -> bool:
     """Whether `member`, which has exited, was still in a world that imece.init() had opened."""
-    return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"running"
+    return _state(store, member) == b"running"
 
 
 def has_closed(store: dist.Store, member: int) -> bool:
     """Whether `member` has told that it leaves in order; it may still run."""
-    return store.check([_key(member, "state")]) and store.get(_key(member, "state")) == b"closed"
+    return _state(store, member) == b"closed"
+
+
+def _state(store: dist.Store, member: int) -> bytes:
+    key = _key(member, "state")
+    return store.get(key) if store.check([key]) else b""
 
 
 def read_failure(store: dist.Store, member: int) -> Failure | None:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def connect(
     if world.joining or (world.world_size == 1 and not served_by_launcher):
         return dist.HashStore(), world
     address, port, job = _meeting_point(world)
-    met = World(**{**world.__dict__, "master_addr": address, "master_port": port, "job": job})
+    met = replace(world, master_addr=address, master_port=port, job=job)
     if world.rank == 0 and not served_by_launcher:
         store = _serve(address, port, world, timeout)
         store.set("imece/job", job or "")

@@ -13,6 +13,7 @@ import selectors
 import stat
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -79,7 +80,7 @@ class Relay:
         if isinstance(key.data, RankOutput):
             self._read(key.fd)
         elif isinstance(key.data, Outlet):
-            self._write(key.data)
+            self._write(key.data, key.data.pass_on)
         elif key.fd in self._read_by:
             self._reader_gone(key.fd)
 
@@ -92,12 +93,13 @@ class Relay:
 
     def say(self, line: str) -> None:
         """Print one line of the launcher's, after what ranks have printed there."""
-        self._write(self._outlets[1], own_line(line))
+        stderr = self._outlets[1]
+        self._write(stderr, partial(stderr.write, own_line(line)))
 
     def show_failure(self, output: RankOutput) -> None:
         """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
         for line in output.failure_lines():
-            self._print(output, line)
+            self._write(output.target, partial(output.show, line))
 
     def release(self) -> None:
         """Ranks are being ended: read their pipes from here on, however much waits."""
@@ -107,7 +109,7 @@ class Relay:
     def end_lines(self) -> None:
         """Show the unfinished last lines of pipes that are still open."""
         for _, output in self._open.values():
-            self._print(output, None)
+            self._write(output.target, output.finish)
 
     def close(self) -> None:
         """Nobody looks at the selector any more: later output blocks until it is taken."""
@@ -127,35 +129,19 @@ class Relay:
         except BlockingIOError:
             return False
         if data:
-            self._print(output, data, feed=True)
+            self._write(output.target, partial(output.feed, data))
             return True
         if not self._holds_back:
             self._selector.unregister(fd)
         del self._open[fd]
         stream.close()
-        self._print(output, None)
+        self._write(output.target, output.finish)
         return False
 
-    def _print(self, output: RankOutput, data: bytes | None, *, feed: bool = False) -> None:
-        """Feed `data`, show it as one line, or (None) show what is left. Our reader may have gone."""
+    def _write(self, outlet: Outlet, write: Callable[[], None]) -> None:
+        """Call `write`, which writes into this outlet. Its reader may have gone."""
         try:
-            if data is None:
-                output.finish()
-            elif feed:
-                output.feed(data)
-            else:
-                output.show(data)
-        except BrokenPipeError:
-            self._reader_gone(output.target.file.fileno())
-        self._wait_for(output.target)
-
-    def _write(self, outlet: Outlet, data: bytes = b"") -> None:
-        """Write `data` of the launcher's, or (none) what waits."""
-        try:
-            if data:
-                outlet.write(data)
-            else:
-                outlet.pass_on()
+            write()
         except BrokenPipeError:
             self._reader_gone(outlet.file.fileno())
         self._wait_for(outlet)

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class View:
-    """Who lives, who has ended and how, and what the members say. Only the roster asks the store."""
+    """Who lives, who has ended and how, and what the members say."""
 
     def __init__(self, port: int, crew: Crew, endings: Mapping[int, Ending]) -> None:
         """endings: of all members so far; the job adds to it."""
@@ -39,15 +39,11 @@ class View:
 
         # A connection of its own: the job must not wait for a watcher's questions.
         self._store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
-        self._roster = Roster(self._store)
+        self.roster = Roster(self._store)
+        """What members say."""
         self.over = threading.Event()
         """Set once every rank has ended."""
         self._crew, self._endings = crew, endings
-
-    @property
-    def roster(self) -> Roster:
-        """What members say."""
-        return self._roster
 
     def living(self) -> dict[int, Place]:
         """The members that have not ended."""

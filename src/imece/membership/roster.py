@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from imece.errors import UserError
 from imece.store import read_note
@@ -43,6 +43,15 @@ class Generation:
     lost others though nobody has ended. Empty if members only joined or left in order."""
     leaving: tuple[int, ...] = ()
     """Members that are about to leave in order: in this generation others take over what they alone hold."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, of limited size."""
+        return {
+            "number": self.number,
+            "members": list(self.members),
+            "lost": [line[:500] for line in self.lost[:8]],
+            "leaving": list(self.leaving),
+        }
 
 
 def meeting_in(store: dist.Store, number: int) -> dist.Store:
@@ -75,13 +84,7 @@ class Roster:
 
     def publish(self, generation: Generation) -> None:
         """From now on this is the newest generation."""
-        content = {
-            "number": generation.number,
-            "members": list(generation.members),
-            "lost": [line[:500] for line in generation.lost[:8]],
-            "leaving": list(generation.leaving),
-        }
-        self._store.set(f"{_PREFIX}{generation.number}", json.dumps(content))
+        self._store.set(f"{_PREFIX}{generation.number}", json.dumps(generation.as_json()))
         self._store.set(_NEWEST, str(generation.number))
 
     def say_last(self, generation: int) -> None:

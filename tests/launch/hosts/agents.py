@@ -25,7 +25,7 @@ class Agent(Network):
         self, me: int, token: bytes = TOKEN, job: str = "job", *, port: int = 0, **more: Any
     ) -> None:
         super().__init__(token, me, job, **{"silent_s": 60.0, **more})
-        self.seen: list[Event] = []
+        self.me, self.seen = me, list[Event]()
         self.address = LOOPBACK, port
 
     def __enter__(self) -> Agent:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from imece.launch.host import Start
-from imece.launch.hosts.words import Seen, of_generation, of_starts
+from imece.launch.hosts.words import Seen, of_starts
 from imece.launch.processes import name_of
 from imece.membership.roster import Generation
 
@@ -24,7 +24,7 @@ class Far:
         self._send({"do": "start", **of_starts(starts)})
 
     def publish(self, generation: Generation) -> None:
-        self._send({"do": "publish", **of_generation(generation)})
+        self._send({"do": "publish", **generation.as_json()})
 
     def publish_last(self, generation: int) -> None:
         self._send({"do": "last", "number": generation})

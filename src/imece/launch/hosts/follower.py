@@ -55,7 +55,7 @@ class Follower:
             self._ask(here.asked_to_go)
 
     def up(self, host: int) -> None:
-        """Tell a host that looks for the coordinator where it is."""
+        """Nothing: a host that looks for the coordinator says so, and is told."""
 
     def said(self, host: int, message: dict[str, Any]) -> None:
         """Obey the coordinator; answer others."""

@@ -37,7 +37,6 @@ class Network:
         `handshake_s` to prove who he is. UserError if loopback is down."""
         tunnel = listen_here()
         tunnel.setblocking(False)
-        self.me, self.job = me, job
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,11 +89,7 @@ class Network:
                 pass
         if self._error is not None:
             raise self._error
-        events = []
-        with contextlib.suppress(IndexError):
-            while True:
-                events.append(self._events.popleft())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def listen(self, address: str, port: int = 0) -> int:
         """Take links at `address` alone, at a free port for port 0; returns the port. Once, and

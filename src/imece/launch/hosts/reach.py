@@ -9,6 +9,7 @@ Both come after the handshake, so from someone who knows the token, but perhaps 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import socket
 from collections.abc import Callable
@@ -87,35 +88,31 @@ async def reach(
     """
     sock = await _connect(address)
     where = describe(address)
-    try:
-        async with asyncio.timeout(limit_s):
-            await prove(sock, token)
-            speak()
-            await frames.write(sock, hello.message())
-            answer = await frames.read(sock)
-        if answer is not None and "no" in answer:
-            again_s = answer.get("again_s")
-            worth = float(again_s) if isinstance(again_s, int | float) else 0.0
-            raise Unreached(frames.printable(answer["no"]), told=True, again_s=worth)
-        return sock, Hello.of(answer)
-    except HandshakeError as error:
-        sock.close()
-        raise Unreached(f"{where}: {error}", told=True, again_s=0.0) from None
-    except (frames.FrameError, EOFError) as error:
-        sock.close()
-        raise Unreached(f"{where}: {error}") from None
-    except TimeoutError:
-        sock.close()
-        raise Unreached(f"{where} does not answer") from None
-    except Unreached:
-        sock.close()
-        raise
-    except OSError as error:
-        sock.close()
-        raise Unreached(f"{where}: {error.strerror or error}") from None
-    except BaseException:
-        sock.close()
-        raise
+    with contextlib.ExitStack() as unless_reached:
+        unless_reached.callback(sock.close)
+        try:
+            async with asyncio.timeout(limit_s):
+                await prove(sock, token)
+                speak()
+                await frames.write(sock, hello.message())
+                answer = await frames.read(sock)
+            if answer is not None and "no" in answer:
+                again_s = answer.get("again_s")
+                worth = float(again_s) if isinstance(again_s, int | float) else 0.0
+                raise Unreached(frames.printable(answer["no"]), told=True, again_s=worth)
+            peer = Hello.of(answer)
+        except HandshakeError as error:
+            raise Unreached(f"{where}: {error}", told=True, again_s=0.0) from None
+        except (frames.FrameError, EOFError) as error:
+            raise Unreached(f"{where}: {error}") from None
+        except TimeoutError:
+            raise Unreached(f"{where} does not answer") from None
+        except Unreached:
+            raise
+        except OSError as error:
+            raise Unreached(f"{where}: {error.strerror or error}") from None
+        unless_reached.pop_all()
+    return sock, peer
 
 
 async def _connect(address: Address) -> socket.socket:

@@ -6,7 +6,7 @@ parting   a host whose members will leave in order: nobody is started there any 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from imece.launch.generations import Limits
@@ -67,18 +67,16 @@ class WideJob(Job):
 
     def fill(self, host: int) -> None:
         """Start members in the slots of a host that has none, to join the others."""
-        taken = {*self.generations.slots.values(), *(slot for _, slot in self._replacements)}
-        for slot in self._slots_of(host):
-            if slot not in taken:
-                self._replace(slot)
+        for slot in self._empty(self._slots_of(host)):
+            self._replace(slot)
 
     def leave(self, host: int) -> bool:
         """Let a host's members leave in order, if the others go on without them; False if they do not."""
+        if not self.takes_in():
+            return False
         members = self._by_host(self.generations.slots).get(host, [])
         joining = [member for member in members if member in self.generations.joining]
         leaving = [member for member in members if member in self.generations.newest.members]
-        if not self.is_calm or not self.takes_in():
-            return False
         newest = self.generations.newest
         generation = self.generations.leave(leaving) if leaving else None
         if leaving and generation is None:
@@ -98,16 +96,12 @@ class WideJob(Job):
         """End the members of a host at once."""
         self._end_ranks(self._by_host(self.generations.slots).get(host, []), signal.SIGKILL, 0.0)
 
-    def release(self, host: int) -> None:
-        """Nothing remains to be done on that host: it has no members."""
-        del self.hands[host]
-        self._parting.discard(host)
-        self._set_places()
-
     def lose(self, hosts: Mapping[int, str], now: float) -> None:
         """These hosts are gone with all their members. hosts: number -> how it was lost, in words."""
         for host in hosts:
-            self.release(host)
+            del self.hands[host]
+            self._parting.discard(host)
+        self._set_places()
         slots = self.generations.slots.items()
         members = {m: hosts[slot // self._per_host] for m, slot in slots if slot // self._per_host in hosts}
         self.ended(self._lost(members, now), now)
@@ -148,12 +142,8 @@ class WideJob(Job):
         if generations.newest.number == number:
             self._publish(generations.renew())  # the store in which the last generation was meeting is gone
         if not generations.is_ending:
-            taken = {*generations.slots.values(), *(slot for _, slot in self._replacements)}
-            self._replacements += [
-                (now, slot)
-                for slot in generations.places
-                if slot not in taken and self.has_members(slot // self._per_host)
-            ]
+            empty = self._empty(generations.places)
+            self._replacements += [(now, slot) for slot in empty if self.has_members(slot // self._per_host)]
 
     def _poll(self, now: float) -> None:
         super()._poll(now)
@@ -173,6 +163,11 @@ class WideJob(Job):
             member: Ending(slots[member], 0, -signal.SIGKILL, now, host=slots[member] // per_host, lost=why)
             for member, why in members.items()
         }
+
+    def _empty(self, slots: Iterable[int]) -> list[int]:
+        """Those that have no member and are about to get none."""
+        taken = {*self.generations.slots.values(), *(slot for _, slot in self._replacements)}
+        return [slot for slot in slots if slot not in taken]
 
     def _slots_of(self, host: int) -> range:
         return range(host * self._per_host, (host + 1) * self._per_host)

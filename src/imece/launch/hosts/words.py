@@ -64,15 +64,6 @@ def to_starts(said: Mapping[str, Any]) -> list[Start]:
     ]
 
 
-def of_generation(generation: Generation) -> dict[str, Any]:
-    return {
-        "number": generation.number,
-        "members": list(generation.members),
-        "lost": [line[:500] for line in generation.lost[:8]],
-        "leaving": list(generation.leaving),
-    }
-
-
 def to_generation(said: Mapping[str, Any]) -> Generation:
     members, leaving = tuple(map(int, said["members"])), tuple(map(int, said["leaving"]))
     return Generation(int(said["number"]), members, tuple(map(str, said["lost"])), leaving)
@@ -141,7 +132,7 @@ def of_report(report: Report, now: float) -> dict[str, Any]:
     return {
         "members": of_seen(report.members, now),
         "endings": of_endings(report.endings, now),
-        "newest": of_generation(report.newest),
+        "newest": report.newest.as_json(),
     }
 
 
