@@ -16,8 +16,8 @@ import imece
 from imece.checkpoint import Checkpoints, Slice, open_checkpoint
 from imece.checkpoint.deal import kinds
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.kept import OPTIMIZER, Entry, Kept
-from imece.checkpoint.numbers import NUMBERS
+from imece.checkpoint.kept import Entry, Kept
+from imece.checkpoint.names import NUMBERS, OPTIMIZER
 from imece.checkpoint.plain import by_key, plain, value_of
 from imece.checkpoint.training_state import TrainingState
 from imece.data_parallel.replicate import DistributedDataParallel

@@ -17,10 +17,9 @@ import imece
 from imece.checkpoint import Checkpoints, Saved, Slice, open_checkpoint
 from imece.checkpoint.deal import kinds
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.kept import MADE_BY, OPTIMIZER
-from imece.checkpoint.numbers import NUMBERS
+from imece.checkpoint.names import MADE_BY, MODEL, NUMBERS, OPTIMIZER
 from imece.checkpoint.training_state import TrainingState
-from imece.checkpoint.weights import MODEL, check_shapes
+from imece.checkpoint.weights import check_shapes
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from tests.checkpoint.crew import crew

@@ -42,7 +42,7 @@ class Alone:
         made._model.module.parameters.return_value = made._model.frozen_names = []
         made._training_state, made._optimizers, made._borders = mock.Mock(), [], Borders()
         made._state, made._take = lambda: self.state, self.taken.append
-        made._fallback, made._patience_s = lambda: fallback, 1.0
+        made._fallback = lambda: fallback
         made._has_frozen = False
         made._states, made._again, made.without_copies, made._block = {}, None, "", None
 
@@ -85,11 +85,14 @@ def test_what_follows_an_abort_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -
     recovery.member.newest = 1  # type: ignore[misc]
     recovery._borders.begin(4)
     failed = RuntimeError("CUDA error: operation failed")
-    assert recovery._patience(dist.DistBackendError("NCCL communicator was aborted on rank 1.")) == 1.0
+    assert (
+        recovery._patience(dist.DistBackendError("NCCL communicator was aborted on rank 1."))
+        == recoveries._PATIENCE_S
+    )
     with pytest.raises(RuntimeError, match="operation failed"):
         recovery._patience(failed)
     recovery.member.aborting._aborted = True
-    assert recovery._patience(failed) == 1.0
+    assert recovery._patience(failed) == recoveries._PATIENCE_S
     recovery._asked, recovery._fits, recovery.without_copies = False, True, "none"
     recovery._model.device = torch.device("cpu")
     monkeypatch.setattr(ops, "all_reduce", lambda numbers, *_, **__: numbers.fill_(math.nan))

@@ -14,13 +14,13 @@ from imece.plan.hardware import find_cluster
 from imece.train import choosing, prediction
 from imece.train.batch import plan_batch
 from imece.train.choosing import choose, chosen_before
-from imece.train.prediction import Machine, Prediction
+from imece.train.prediction import Given, Machine, Prediction
 from tests.train.test_prediction import BF16, CONFIG, ONE_HOST, SHAPE, TWO_HOSTS, machine, of
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Any = ONE_HOST) -> str:
     monkeypatch.setattr(choosing, "usual_strategy", lambda mesh: SimpleNamespace(name=usual))
-    return choose(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on, mesh)
+    return choose(Given(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on), mesh)
 
 
 def slower(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
@@ -71,8 +71,8 @@ def test_auto_takes_what_can_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> No
     plan, on = plan_batch(CONFIG.batch, SHAPE.max_seq, 2), machine(is_measured=True)
     for offload, wanted in (("none", "replicate"), ("optimizer", "zero2"), ("parameters", "zero3")):
         config = replace(CONFIG, compute=replace(CONFIG.compute, offload=cast(Any, offload)))
-        assert choose(config, SHAPE, plan, BF16, on, ONE_HOST) == wanted
-        assert choose(config, SHAPE, plan, BF16, machine(), ONE_HOST) in ("zero1", "zero3")
+        assert choose(Given(config, SHAPE, plan, BF16, on), ONE_HOST) == wanted
+        assert choose(Given(config, SHAPE, plan, BF16, machine()), ONE_HOST) in ("zero1", "zero3")
 
 
 def test_no_plan_was_chosen_before(tmp_path: Path) -> None:

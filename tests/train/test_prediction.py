@@ -23,7 +23,7 @@ from imece.train.choosing import chosen_before
 from imece.train.config import LINEAR, LoraSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import train_units
 from imece.train.precision import Precision
-from imece.train.prediction import Machine, Prediction, compared, measured, predict
+from imece.train.prediction import Given, Machine, Prediction, compared, measured, predict
 from tests.plan.test_here import FIGURES, NOW, without_home
 
 CONFIG = TrainConfig()
@@ -40,13 +40,13 @@ def machine(memory_bytes: int = 10**12, is_measured: bool = False) -> Machine:
 
 
 def of(strategy: str, on: Machine) -> Prediction:
-    return predict(strategy, CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on)
+    return predict(strategy, Given(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on))
 
 
 def test_what_is_offloaded_is_said() -> None:
     config = replace(CONFIG, compute=replace(CONFIG.compute, offload="optimizer"))
     gpus = Machine(find_cluster("H100", 2), False)
-    said = predict("zero2", config, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, gpus)
+    said = predict("zero2", Given(config, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, gpus))
     host = said.candidate.memory.host
     assert said.as_json()["counted_bytes"]["host"] == host > 4 * SHAPE.parameter_count
     assert f"and {host / 1e9:.2f} GB of the host's memory" in said.describe()
@@ -61,7 +61,7 @@ def test_the_base_of_adapters_is_frozen(strategy: str, targets: tuple[str, ...])
     wide = sum(SHAPE.width + sides.get(name, SHAPE.mlp_width) for name in targets)
     trained, base = 4 * 16 * wide * SHAPE.layers, 4 * SHAPE.parameter_count
     config = replace(CONFIG, lora=LoraSection(rank=16, targets=targets), optimizer=OptimizerSection("adamw"))
-    found = predict(strategy, config, SHAPE, plan, BF16, on).as_json()
+    found = predict(strategy, Given(config, SHAPE, plan, BF16, on)).as_json()
     counted = found["counted_bytes"]
     assert found["strategy"] == strategy and found["plan"].endswith("LoRA")
     held = 2 if strategy == "zero3" else 1
@@ -74,10 +74,10 @@ def test_the_base_of_adapters_is_frozen(strategy: str, targets: tuple[str, ...])
     )
     four = replace(config, lora=LoraSection(rank=16, targets=targets, quantize="nf4"))
     blocks = SHAPE.parameter_count - SHAPE.vocab_size * SHAPE.width
-    quantised = predict(strategy, four, SHAPE, plan, BF16, on).as_json()["counted_bytes"]["parameters"]
+    quantised = predict(strategy, Given(four, SHAPE, plan, BF16, on)).as_json()["counted_bytes"]["parameters"]
     assert quantised == pytest.approx(counted["parameters"] - (3.5 / held - 0.016) * blocks, rel=0.02)
     shared = replace(on, shares_memory=True)
-    mapped = predict(strategy, config, SHAPE, plan, BF16, shared, copies=True).mapped
+    mapped = predict(strategy, Given(config, SHAPE, plan, BF16, shared), copies=True).mapped
     in_common = base / 2 if strategy == "zero3" else 0
     assert in_common < mapped < in_common + 10 * trained, "where it is shared out it lies once for all"
 
@@ -112,7 +112,7 @@ def test_the_state_is_that_of_the_engine() -> None:
 def test_micro_batches_are_accumulated_whole() -> None:
     """As step.py does; nothing of it is left after a step, when the engine counts."""
     once, twice = (
-        predict("zero2", CONFIG, SHAPE, BatchPlan(256, 8 * times, 2, 4, times), BF16, machine())
+        predict("zero2", Given(CONFIG, SHAPE, BatchPlan(256, 8 * times, 2, 4, times), BF16, machine()))
         for times in (1, 2)
     )
     more = twice.candidate.memory.gradients - once.candidate.memory.gradients
@@ -127,7 +127,7 @@ def test_large_tables_are_gathered_for_their_own_time() -> None:
 
     def gathered(shape: TransformerConfig, config: TrainConfig = CONFIG) -> float:
         plan = plan_batch(config.batch, shape.max_seq, 8)
-        return predict("zero3", config, shape, plan, BF16, on).candidate.memory.gathered
+        return predict("zero3", Given(config, shape, plan, BF16, on)).candidate.memory.gathered
 
     table = 4 * large.vocab_size * large.width
     block = 4 * from_shape("", large).layer_parameters
@@ -178,11 +178,11 @@ def test_shared_memory_counts_for_each_rank_that_has_it_mapped() -> None:
     alone, shared = of("zero1", machine()), replace(machine(), shares_memory=True)
     size, state = 4 * SHAPE.parameter_count, alone.as_json()["counted_bytes"]["optimizer"]
     plan = plan_batch(CONFIG.batch, SHAPE.max_seq, 2)
-    plain = predict("zero1", CONFIG, SHAPE, plan, BF16, shared)
+    plain = predict("zero1", Given(CONFIG, SHAPE, plan, BF16, shared))
     assert plain.needed - alone.needed == pytest.approx(2 * size, rel=0.01)
-    safe = predict("zero1", CONFIG, SHAPE, plan, BF16, shared, copies=True)
+    safe = predict("zero1", Given(CONFIG, SHAPE, plan, BF16, shared), copies=True)
     assert safe.needed - plain.needed == pytest.approx(2 * 2 * (state + size / 2), rel=0.01)
-    whole = predict("replicate", CONFIG, SHAPE, plan, BF16, shared, copies=True)
+    whole = predict("replicate", Given(CONFIG, SHAPE, plan, BF16, shared), copies=True)
     assert whole.mapped == pytest.approx(size, rel=0.01), "of replicas only gradients are shared"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import imece
 from imece.checkpoint import Slice, TrainingState
-from imece.checkpoint.numbers import NUMBERS
+from imece.checkpoint.names import NUMBERS
 from imece.data.batches import Batches
 from imece.data.tokens import Part
 from imece.data_parallel.average import Over

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import BESIDE, LEFT_OUT
 from imece.checkpoint.plain import memory_of
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -28,7 +29,6 @@ from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import UserError
 from imece.listing import some
 
-LEFT_OUT, BESIDE = "left_out/", "beside/"
 _CHUNK = 4 << 20  # bytes of a tensor that are on the CPU at a time
 _SHOWN = 3
 

@@ -69,7 +69,8 @@ def deal(tensors: Tensors, known: Mapping[str, Kind], rank: int, world_size: int
     `world_size` equal parts of the line. Ranks with the same whole tensors cut at the same elements.
     """
     pieces = []
-    line = sum(known[name].numel * known[name].itemsize for name in known if not _sliced(tensors, name))
+    whole = [kind for name, kind in known.items() if not isinstance(tensors[name], Slice)]
+    line = sum(kind.numel * kind.itemsize for kind in whole)
     first, last = line * rank // world_size, line * (rank + 1) // world_size
     begin = 0
     for name, kind in known.items():
@@ -114,10 +115,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor, start: int, stop: int) -> 
     target[head:tail].view(last - first, *source.shape[1:]).copy_(source[first:last])
     if tail < len(target):
         _copy(target[tail:], source[last], 0, len(target) - tail)
-
-
-def _sliced(tensors: Tensors, name: str) -> bool:
-    return isinstance(tensors[name], Slice)
 
 
 def _element(kind: Kind, cut: int) -> int:

@@ -5,7 +5,7 @@ part    what the ranks of a data group have: a part of each divided parameter, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import MODEL, OPTIMIZER
 from imece.checkpoint.parts import part_name
-from imece.checkpoint.staged import as_stage, place_of, share, whole
-from imece.data_parallel.replicate import DistributedDataParallel
+from imece.checkpoint.staged import as_stage, place_of, share, unwrapped, whole
 from imece.model_parallel.divided import Divided, divided_parameters
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
 _CHUNK = 4 << 20  # elements read at a time
 
 
@@ -100,7 +99,13 @@ class OfThisRank:
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         out = torch.empty(max(stop - start, 0), dtype=self.dtype(name), device="cpu")
-        self._read(name, start, out)
+        divided, at = self._of(name), 0
+        places = [(start, len(out))]
+        if divided is not None:
+            places = list(divided.places(self.shape(name), start, start + len(out)))
+        for first, length in places:
+            self._saved.fill(out[at : at + length], name, first)
+            at += length
         return out
 
     @torch.no_grad()
@@ -115,21 +120,6 @@ class OfThisRank:
                 part = flat[at : at + _CHUNK]
                 part.copy_(self.slice(name, start + at, start + at + len(part)))
 
-    def _read(self, name: str, start: int, out: Tensor) -> None:
-        """out: 1-D, of its dtype, on the CPU."""
-        at = 0
-        for first, length in self._places(name, start, start + len(out)):
-            self._saved.fill(out[at : at + length], name, first)
-            at += length
-
-    def _places(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        divided = self._of(name)
-        return (
-            iter([(start, stop - start)])
-            if divided is None
-            else divided.places(self.shape(name), start, stop)
-        )
-
     def _of(self, name: str) -> Divided | None:
         """None if each rank has the whole tensor."""
         parameter = parameter_of(name)
@@ -141,6 +131,6 @@ class OfThisRank:
 
 def as_part(saved: Source, model: nn.Module) -> Source:
     """What this rank should load of `saved`."""
-    divided = divided_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
+    divided = divided_parameters(unwrapped(model))
     saved = as_stage(saved, model)
     return OfThisRank(saved, divided) if divided else saved

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.kept import OPTIMIZER, Kept
+from imece.checkpoint.kept import Kept
+from imece.checkpoint.names import OPTIMIZER
 from imece.checkpoint.plain import by_key, value_of
 from imece.checkpoint.sliced import Entries, slices_of
 from imece.checkpoint.staged import place_of

@@ -1,8 +1,4 @@
-"""What an optimizer keeps for a parameter, as plain tensors (plain.py).
-
-optimizer/NAME/KEY     one of these tensors
-made_by/NAME/CLASSES   which optimizer keeps them: a name without elements
-"""
+"""What an optimizer keeps for a parameter, as plain tensors (plain.py)."""
 
 from __future__ import annotations
 
@@ -19,12 +15,11 @@ from torch.optim import Optimizer
 
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import MADE_BY, OPTIMIZER
 from imece.checkpoint.plain import by_key, plain, quoted, value_of
 from imece.data_parallel.optimizer import may_be_cut
 from imece.data_parallel.sharding.block_wise import elements_per, join
 
-OPTIMIZER = "optimizer/"
-MADE_BY = "made_by/"
 # Keys that torch's own optimizers expect in any state that is not empty, by the option that needs them.
 _NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 

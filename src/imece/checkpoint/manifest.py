@@ -210,9 +210,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def begins(attempt: str) -> bytes:
     """The first bytes of this attempt's manifest; no other begins like this."""
-    return json.dumps({"format": FORMAT, "version": VERSION, "attempt": attempt}, separators=(",", ":"))[
-        :-1
-    ].encode()
+    text = json.dumps({"format": FORMAT, "version": VERSION, "attempt": attempt}, separators=(",", ":"))
+    return text.removesuffix("}").encode()
 
 
 def decode(data: bytes) -> Manifest:

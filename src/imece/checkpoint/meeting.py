@@ -156,7 +156,9 @@ class Meeting:
         return why
 
     def _tell(self) -> None:
-        self._publish(self._note())
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        note = {"session": self._session, "who": who, "heard": self._heard, "failed": self._failed}
+        self._publish(seal(note))
 
     def _publish(self, note: bytes) -> None:
         """Write this rank's file. On a full disk, into the room that it has or that was kept; whoever reads
@@ -178,10 +180,6 @@ class Meeting:
         else:
             if not self._room.exists():
                 self.keep_room()
-
-    def _note(self) -> bytes:
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        return seal({"session": self._session, "who": who, "heard": self._heard, "failed": self._failed})
 
     def _other(self, note: Json) -> str | None:
         """Whose note rank 0's file is, if it is not of the session that this rank knows."""

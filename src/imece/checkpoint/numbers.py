@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import NUMBERS
 from imece.checkpoint.plain import by_key, plain, quoted, value_of
 from imece.checkpoint.staged import names_of_groups
 from imece.checkpoint.weights import keys_of
 from imece.data_parallel.optimizer import numbers_by_key, set_number
 from imece.data_parallel.sharding.stepped import whole_groups
 from imece.model_parallel.cutting import Place
-
-NUMBERS = "numbers/"
 
 
 class Numbers:

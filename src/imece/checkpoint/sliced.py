@@ -16,8 +16,8 @@ from torch import Tensor
 
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.kept import Entry, key_of, shape_of, tag_of
+from imece.checkpoint.names import MODEL
 from imece.checkpoint.staged import share
-from imece.checkpoint.weights import MODEL
 from imece.collectives.texts import gather_json
 from imece.data_parallel.sharded import ShardedDataParallel
 

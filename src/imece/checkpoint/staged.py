@@ -15,17 +15,22 @@ from torch import Tensor, nn
 
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import EXTRA, MADE_BY, MODEL, OPTIMIZER
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.cutting import Place
 
-_OF_NAMES = ("model/", "optimizer/", "made_by/", "extra/")
+_OF_NAMES = (MODEL, OPTIMIZER, MADE_BY, EXTRA)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain model."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def place_of(model: nn.Module) -> Place | None:
     """The place of a part within its pipeline; None for a model that is not cut."""
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    place = getattr(plain, "place", None)
+    place = getattr(unwrapped(model), "place", None)
     return place if isinstance(place, Place) else None
 
 

@@ -1,17 +1,8 @@
 """A model and its optimizers as named tensors and slices, whatever the strategy and the number of ranks.
 
-    model/NAME             a parameter, in the dtype in which it is updated; a buffer of the model's state
-    optimizer/NAME/KEY     what its optimizer keeps for it: exp_avg, momentum_buffer, step, ... (kept.py)
-    made_by/NAME/CLASSES   which optimizer that was: a name without elements
-    numbers/NAME/KEY       what schedulers change in a parameter group: lr, momentum, betas, ... (numbers.py)
-    extra/NAME/STATE       what a module's get_extra_state returns
-    left_out/, beside/     digests of a frozen base: base.py
-
-Values that are no tensors become tensors with other keys: plain.py.
-
-A rank hands in what it holds: whole tensors that are equal on all ranks, of which `deal` gives it a share to
-write; or slices that it alone owns (sliced.py). So nothing is gathered, and a loading rank asks for the
-elements that it owns.
+A rank hands in what it holds, by the names in names.py: whole tensors that are equal on all ranks, of which
+`deal` gives it a share to write; or slices that it alone owns (sliced.py). So nothing is gathered, and a
+loading rank asks for the elements that it owns.
 """
 
 from __future__ import annotations
@@ -25,18 +16,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from imece.checkpoint.base import BESIDE, LEFT_OUT, Base, Expected, as_tensor, in_memory
+from imece.checkpoint.base import Base, Expected, as_tensor, in_memory
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.divided import as_part, in_parts
-from imece.checkpoint.kept import OPTIMIZER, Entry, Kept, are_alike, key_of, makers, shape_of, tag_of
+from imece.checkpoint.kept import Entry, Kept, are_alike, key_of, makers, shape_of, tag_of
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import BESIDE, EXTRA, LEFT_OUT, MODEL, OPTIMIZER
 from imece.checkpoint.numbers import Numbers
 from imece.checkpoint.plain import plain
 from imece.checkpoint.sliced import slices_of
 from imece.checkpoint.staged import of_all_stages, place_of
 from imece.checkpoint.weights import (
-    EXTRA,
-    MODEL,
     buffers_of,
     check_shapes,
     fill,

@@ -1,10 +1,6 @@
 """Loads only a model's weights from a checkpoint, without optimizer state: into any model, wrapped or not.
 
-model/NAME    a parameter, or a buffer in the model's state dict, by its name in the plain model; a tensor
-              that is made of others is these, as NAME:PART: a quantised one its codes and scales
-extra/NAME/STATE    what a module's get_extra_state returns, as plain tensors (plain.py)
-left_out/NAME       for a frozen parameter that is not there: base.py
-held          what a rank has of a tensor: all of it, or the part that it owns
+held    what a rank has of a tensor: all of it, or the part that it owns
 """
 
 from __future__ import annotations
@@ -19,11 +15,13 @@ from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
-from imece.checkpoint.base import LEFT_OUT, Digests, Expected, in_memory
+from imece.checkpoint.base import Digests, Expected, in_memory
 from imece.checkpoint.divided import as_part
 from imece.checkpoint.load import Saved, Source, newest, open_checkpoint
 from imece.checkpoint.manifest import MANIFEST
+from imece.checkpoint.names import EXTRA, LEFT_OUT, MODEL
 from imece.checkpoint.plain import by_key, value_of
+from imece.checkpoint.staged import unwrapped
 from imece.collectives.mistakes import tried
 from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -32,7 +30,6 @@ from imece.listing import some
 
 Result = TypeVar("Result")
 
-MODEL, EXTRA = "model/", "extra/"
 _SHOWN = 3
 
 
@@ -108,7 +105,7 @@ def shaped(model: nn.Module) -> dict[str, Tensor]:
 
     A tensor with several names goes by the first.
     """
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    plain = unwrapped(model)
     return dict(in_memory(plain.named_parameters())) | dict(buffers_of(plain))
 
 
@@ -152,9 +149,8 @@ def fill(model: nn.Module, saved: Source) -> None:
     for name, start, memory in held(model):
         if name in kept:
             saved.fill(memory, MODEL + name, start)
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
     extra = keys_of(saved, EXTRA)
-    for name, module in with_extra_state(plain):
+    for name, module in with_extra_state(unwrapped(model)):
         found = {key: saved.tensor(f"{EXTRA}{name}/{key}") for key in extra.get(name, ())}
         for value in by_key(found).values():
             module.set_extra_state(value_of(value))

@@ -21,6 +21,7 @@ import tyro
 from tokenizers.processors import TemplateProcessing
 
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import MODEL
 from imece.cli.export_adapter import write_adapter
 from imece.cli.options import parse
 from imece.cli.trained import open_run, tokenizer_of
@@ -52,7 +53,6 @@ DESCRIPTION = (
     "alone, for peft."
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OF_MODEL = "model/"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # names in config.json
 
 
@@ -127,9 +127,7 @@ def write_hugging_face(
     rest.
     """
     stored = (
-        (name.removeprefix(_OF_MODEL), source.tensor(name))
-        for name in source.names()
-        if name.startswith(_OF_MODEL)
+        (name.removeprefix(MODEL), source.tensor(name)) for name in source.names() if name.startswith(MODEL)
     )
     began = read_json(origin / CONFIG) if (origin / CONFIG).exists() else {}
     config, tensors = to_hugging_face(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from imece.checkpoint.load import Saved
-from imece.checkpoint.weights import MODEL
+from imece.checkpoint.names import MODEL
 from imece.models.hugging_face import hugging_face_name
 from imece.train.adapters import ADAPTER_A, ADAPTER_B
 from imece.train.config import TrainConfig

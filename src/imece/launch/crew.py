@@ -8,6 +8,7 @@ then its process group, and so whatever it started, can be killed by number.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -27,7 +28,7 @@ from imece.membership.where import RECORD, new_record, read_record
 from imece.open_files import allow_open_files
 
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
-_LONGEST_S = 60.0
+_LONGEST_S = 60.0  # of a single wait, where nothing is ever due
 _GROUP_S = 0.05  # how often to look whether a group whose leader has ended is empty
 _SAME_SIGNAL_S = 1.0  # signals within this time are one: `timeout` and systemd send theirs twice at least
 _TOGETHER_S = 0.01  # ranks that end within this time ended together: one change for the others, not two
@@ -220,7 +221,7 @@ class Crew:
         """Handle what happens up to `until`, or the first things that happen."""
         if self._leaderless:
             until = min(until, time.monotonic() + _GROUP_S)
-        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+        for key, _ in self._selector.select(min(max(0.0, until - time.monotonic()), _LONGEST_S)):
             if isinstance(key.data, Process):
                 self._selector.unregister(key.fd)
                 self._leaderless.append(key.data)
@@ -260,7 +261,7 @@ class Crew:
                 deadline = deadline or now + _DRAIN_S
                 if now >= deadline:
                     return
-            self._look(deadline or now + _LONGEST_S)
+            self._look(deadline or math.inf)
 
 
 def _let_go(process: Process) -> None:

@@ -23,8 +23,6 @@ from imece.launch.processes import MOST_RANKS_PER_HOST, worker_environment
 from imece.launch.view import View, watched
 from imece.world import AGENT_PORT
 
-_LONGEST_S = 60.0
-
 
 def launch(
     command: Sequence[str],
@@ -81,8 +79,7 @@ def launch(
 def _watch(job: Job, host: Host) -> None:
     """Until every rank has ended: pass on output and signals, and act on their ends."""
     while not job.is_done:
-        until = min(job.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
-        ended, signals = host.crew.wait(until)
+        ended, signals = host.crew.wait(min(job.next_time(), host.next_time()))
         for number in signals:
             job.signalled(number)
         now = time.monotonic()

@@ -211,7 +211,7 @@ class Copies:
                 if kept is not None:
                     kept.span(step, low, len(chunk)).copy_(chunk)
             if kept is not None:
-                kept.is_whole(step)
+                kept.complete(step)
                 newest.mapped.append(_Mapped(kept, each.sender, each.place))
         said = gather_texts(mine, group, device, "parts that were handed over")
         return next((texts[0] for texts in said if texts), "")

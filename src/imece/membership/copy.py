@@ -31,7 +31,7 @@ from imece.membership.pieces import DTYPES, Pieces
 
 Held = Mapping[str, Tensor | Slice]
 
-_WORDS = 6  # the step of an incomplete slot, and of a rank that asks for nothing
+_WORDS = 6  # bytes of the table and of a slot, the step of each slot, `asks`, bytes of the still pieces
 _NONE = -1  # the step of a slot that is not whole, and of a rank that asks for nothing
 _ALIGN = 64  # bytes
 
@@ -194,7 +194,7 @@ class Copy:
             return self._flats[step % 2][low : low + nbytes]
         return self._behind[low - self.slot_bytes :][:nbytes]
 
-    def is_whole(self, step: int) -> None:
+    def complete(self, step: int) -> None:
         """The slot of `step` finished steps, and what is behind it, was written through `span`."""
         self._words[2 + step % 2] = step
 

@@ -200,7 +200,7 @@ class Member:
         """
         agreed = self._stores[-1].compare_set(outcome_of(self._at), "", _MET).decode()
         if agreed == _LEFT:
-            self._is_superseded()
+            self._raise_superseded()
 
     def _check(self) -> None:
         if self._roster.newest() <= self._at:
@@ -209,9 +209,9 @@ class Member:
             with contextlib.suppress(dist.DistNetworkError):
                 if self._stores[-1].first(outcome_of(self._at), _LEFT) == _MET:
                     return
-        self._is_superseded()
+        self._raise_superseded()
 
-    def _is_superseded(self) -> NoReturn:
+    def _raise_superseded(self) -> NoReturn:
         raise SupersededError(f"generation {self._at} is over: a newer one is there")
 
     def _beat(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torch.optim import Optimizer
 
-from imece.checkpoint.kept import OPTIMIZER, Kept
-from imece.checkpoint.weights import EXTRA, MODEL, held, shaped
+from imece.checkpoint.kept import Kept
+from imece.checkpoint.names import EXTRA, MODEL, OPTIMIZER
+from imece.checkpoint.weights import held, shaped
 from imece.data_parallel.sharded import ShardedDataParallel
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from imece.checkpoint.names import MODEL
 from imece.checkpoint.training_state import TrainingState
-from imece.checkpoint.weights import MODEL
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -47,6 +47,7 @@ from imece.membership.states import packed, unpacked
 
 Json = dict[str, Any]
 
+_PATIENCE_S = 60.0  # for the launcher to see what this rank has seen
 _NEWS_S = 1.0
 _NO_SUMS = -1
 
@@ -93,16 +94,14 @@ class Recovery:
         take: Callable[[Json], None],
         fallback: Callable[[], int] | None = None,
         frozen: bool = True,
-        patience_s: float = 60.0,
     ) -> None:
         """fallback: loads a checkpoint on all ranks, and returns its number of steps.
 
         frozen: False if whoever joins has the parameters that are not trained already.
-        patience_s: how long to wait for the launcher to see what this rank has seen.
         """
         self.member, self._model = member, model
         self._training_state, self._frozen = TrainingState(model, list(optimizers)), frozen
-        self._state, self._take, self._fallback, self._patience_s = state, take, fallback, patience_s
+        self._state, self._take, self._fallback = state, take, fallback
         self._optimizers = list(optimizers)
         self._sharded = isinstance(model, ShardedDataParallel)
         self._copies = Copies(member.mesh)
@@ -261,9 +260,9 @@ class Recovery:
         if isinstance(error, _OthersLeftError):
             return math.inf  # the launcher has to say when they are gone
         if error is None or is_peer_gone(error) or isinstance(error, MovedOnError):
-            return self._patience_s
+            return _PATIENCE_S
         if self.member.aborting.has_aborted:  # the error may come from anything left in the GPU's buffers
-            return self._patience_s
+            return _PATIENCE_S
         if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
             return _NEWS_S
         raise error

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from imece.checkpoint.load import Source
-from imece.checkpoint.weights import MODEL, held, together
+from imece.checkpoint.names import MODEL
+from imece.checkpoint.weights import held, together
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.listing import many

@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece.checkpoint.load import Source
+from imece.checkpoint.names import MODEL
 from imece.checkpoint.training_state import TrainingState
-from imece.checkpoint.weights import MODEL, shaped
+from imece.checkpoint.weights import shaped
 from imece.membership.pieces import Pieces
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
@@ -46,8 +47,8 @@ def new_model(
 
 
 @torch.no_grad()
-def empty(module: nn.Module) -> None:
-    """Leave a module's parameters unfilled until their values are read."""
+def zero(module: nn.Module) -> None:
+    """Fill a module's own parameters with zeros, until their values are read."""
     for parameter in module.parameters(recurse=False):
         parameter.zero_()
 

@@ -45,12 +45,16 @@ MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML hold none larger
 _LEAST_EPS = 1e-37  # anything much smaller is 0 in float32, and an update from a gradient of 0 would be 0/0
 
 
+_MOST_PARTS = 100_000
+"""Most parts in which drift is compared, one per step: all of them are listed in memory."""
+
+
 def _also(*names: str) -> Any:
     return tyro.conf.arg(aliases=list(names))
 
 
-_MOST_PARTS = 100_000
-"""Most parts in which drift is compared, one per step: all of them are listed in memory."""
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
 def _least(name: str, value: float, least: float, unit: str = "", most: float | None = None) -> None:
@@ -111,8 +115,7 @@ class ModelSection:
 
     def absolute(self) -> ModelSection:
         """The same with an absolute path, so that it is valid wherever a later command starts."""
-        weights = os.path.abspath(os.path.expanduser(self.weights)) if self.weights else ""
-        return dataclasses.replace(self, weights=weights)
+        return dataclasses.replace(self, weights=_absolute(self.weights))
 
     def _changes(self) -> dict[str, Any]:
         own = dataclasses.asdict(self)
@@ -153,14 +156,12 @@ class DataSection:
 
     def absolute(self) -> DataSection:
         """The same with absolute paths, so that they are valid wherever a later command starts."""
-        tokenizer, folder = (
-            os.path.abspath(os.path.expanduser(each)) for each in (self.tokenizer, self.folder)
-        )
+        is_path = self.tokenizer not in ("bpe", "bytes", OF_MODEL)
         return dataclasses.replace(
             self,
             paths=tuple(map(absolute_name, self.paths)),
-            tokenizer=self.tokenizer if self.tokenizer in ("bpe", "bytes", OF_MODEL) else tokenizer,
-            folder=folder if self.folder else "",
+            tokenizer=_absolute(self.tokenizer) if is_path else self.tokenizer,
+            folder=_absolute(self.folder),
         )
 
 

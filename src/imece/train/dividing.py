@@ -184,5 +184,4 @@ def _asked(section: MeshSection) -> str:
 
 def train_units(config: TrainConfig, shape: TransformerConfig) -> tuple[type[nn.Module], ...] | None:
     """The units that are gathered as one if parameters are sharded; None: found automatically."""
-    divided = config.mesh.tensor * config.mesh.pipeline > 1
-    return None if divided or config.lora.rank else units_of(shape)
+    return None if config.mesh.deals or config.lora.rank else units_of(shape)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from imece.checkpoint.base import LEFT_OUT, digest_of
+from imece.checkpoint.base import digest_of
 from imece.checkpoint.load import Saved, Source
-from imece.checkpoint.weights import MODEL
+from imece.checkpoint.names import LEFT_OUT, MODEL
 from imece.errors import UserError
 from imece.train.adapters import ADAPTER_A, ADAPTER_B, codes_of, is_quantised, live_name
 from imece.train.config import LoraSection

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from imece.checkpoint.load import Saved
-from imece.checkpoint.weights import MODEL, check_shapes, fill
+from imece.checkpoint.names import MODEL
+from imece.checkpoint.weights import check_shapes, fill
 from imece.data.files import other_place
 from imece.data.tokenizer import load_tokenizer
 from imece.errors import UserError

@@ -53,6 +53,17 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a prediction depends on, besides the strategy."""
+
+    config: TrainConfig
+    shape: TransformerConfig
+    plan: BatchPlan
+    precision: Precision
+    machine: Machine
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The prediction for one strategy on this machine."""
 
@@ -131,16 +142,14 @@ def _machine_of(mesh: Mesh) -> Machine:
     return Machine(replace(base, gpu=replace(base.gpu, memory_bytes=memory)), False)
 
 
-def predict(
-    strategy: str, config: TrainConfig, shape: TransformerConfig, plan: BatchPlan, precision: Precision,
-    machine: Machine, *, copies: bool = False,
-) -> Prediction:  # fmt: skip
+def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
     """The prediction for the run with that strategy. copies: whether each rank keeps copies of its part for
     recovery."""
+    config, shape, plan, machine = given.config, given.shape, given.plan, given.machine
     cluster = machine.cluster
     ranks = plan.ranks * plan.mesh.context  # data-parallel ranks, which shard states
     shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
-    itemsize = 4 if precision.name == "fp32" else 2
+    itemsize = 4 if given.precision.name == "fp32" else 2
     recipe = Recipe(
         plan.seq,
         micro_batch=plan.micro,

@@ -35,7 +35,7 @@ from imece.train.adapters import begin_beside
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, plan_batch, shared_among
-from imece.train.beginning import begin_again, begin_with, empty, new_model
+from imece.train.beginning import begin_again, begin_with, new_model, zero
 from imece.train.choosing import strategy_of
 from imece.train.clock import Clock
 from imece.train.compiling import compile_now
@@ -47,7 +47,7 @@ from imece.train.origin import keep, open_base, sequence_length, shape_of
 from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.peak import measured_peak
 from imece.train.precision import Precision, choose_precision
-from imece.train.prediction import Machine, Prediction, machine_of, predict
+from imece.train.prediction import Given, Machine, Prediction, machine_of, predict
 from imece.train.resuming import newest_for
 from imece.train.run_folder import RunFolder, shape_as_json
 from imece.train.same_run import computed_with
@@ -114,9 +114,9 @@ class Session:
         # Importing them loads torch's libraries.
         optimizers = make_optimizers(own, config.optimizer, mesh.device)
         machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
-        strategy = strategy_of(config, shape, plan, precision, machine, mesh)
+        strategy = strategy_of(Given(config, shape, plan, precision, machine), mesh)
         if bare and not find_strategy(strategy).optimizer:  # each rank keeps the whole optimizer state
-            model.to_empty(device=mesh.device).apply(empty)
+            model.to_empty(device=mesh.device).apply(zero)
             optimizers = make_optimizers(own, config.optimizer, mesh.device)
         # Contains collectives, but what it refuses, it refuses on all ranks before the first of them.
         wrapped = together(mesh, lambda: _parallelize(own, optimizers, strategy, config, mesh))
@@ -334,11 +334,9 @@ class Session:
     @property
     def prediction(self) -> Prediction:
         """The planner's prediction for this run with its current ranks."""
-        shape = self.model.config
+        given = Given(self.config, self.model.config, self.plan, self.precision, self.machine)
         copies = self.recovery is not None and self.recovery.needs_copies
-        return predict(
-            self.strategy, self.config, shape, self.plan, self.precision, self.machine, copies=copies
-        )
+        return predict(self.strategy, given, copies=copies)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -425,7 +423,7 @@ def _new_model(
     # All layers of a pipeline together need not fit on this rank's device.
     home = mesh.device if divide.pipeline == 1 or divide.tensor > 1 else torch.device("cpu")
     if bare and divide.deals:  # it is divided now and gets its values later in any case
-        model.to_empty(device=home).apply(empty)
+        model.to_empty(device=home).apply(zero)
         bare = False
     if not bare:
         model.to(home)
@@ -444,7 +442,7 @@ def _parallelize(
     over: Over = "ranks" if config.mesh.pipeline > 1 else "tokens"
     try:
         wrapped, _ = parallelize(
-            model, optimizers, strategy, mesh, average=over, offload=offload, init=empty,
+            model, optimizers, strategy, mesh, average=over, offload=offload, init=zero,
             units=train_units(config, model.config) if isinstance(model, Transformer) else None,
         )  # fmt: skip
     except ValueError as error:  # a strategy that these hosts cannot have

@@ -38,7 +38,6 @@ from imece.launch.processes import Outcome, worker_environment
 from imece.launch.view import watched
 from imece.world import AGENT_PORT
 
-_LONGEST_S = 60.0
 _AGAIN_S = 0.5
 
 
@@ -92,8 +91,7 @@ class Agent:
         """Until all is over for this host."""
         here, host = self._here, self._here.host
         while here.outcome is None:
-            until = min(self.role.next_time(), host.next_time(), time.monotonic() + _LONGEST_S)
-            ended, signals = host.crew.wait(until)
+            ended, signals = host.crew.wait(min(self.role.next_time(), host.next_time()))
             for number in signals:
                 self.role.signalled(number)
             for event in here.network.events():
