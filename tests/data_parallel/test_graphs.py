@@ -235,6 +235,25 @@ def a_loss_of_gradients_alone(group: dist.ProcessGroup) -> None:
         train_step(model, group, step)
 
 
+def a_loss_of_gradients_comes_second(group: dist.ProcessGroup) -> None:
+    """After a backward of the output that they are of: it leads through no output, and is reduced as well."""
+
+    def both(model: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = own_input(step).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output.sum(), slope.square().sum()
+
+    model = wrap(double(Scores()), group)
+    for step in range(3):
+        expected = mean_over(group, model.module, lambda *given: torch.stack(both(*given)).sum(), step)
+        model.zero_grad()
+        loss, penalty = both(model, step)
+        loss.backward(retain_graph=True)
+        penalty.backward()
+        same(gradients(model), expected)
+
+
 def of_two_forwards_each_as_it_was(group: dist.ProcessGroup) -> None:
     """One in no_sync stays local, though another one was prepared before its backward."""
 
@@ -328,6 +347,7 @@ CHECKS: dict[str, Check] = {
     "some parameters alone": some_parameters_alone,
     "an output changed in place": an_output_changed_in_place,
     "a loss of gradients": a_loss_of_gradients_alone,
+    "a loss of gradients after another": a_loss_of_gradients_comes_second,
     "of two forwards": of_two_forwards_each_as_it_was,
     "checkpointed from outside": checkpointed_from_outside,
     "compiled as a whole": compiled_as_a_whole,

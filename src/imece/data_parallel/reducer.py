@@ -74,6 +74,7 @@ class Reducer:
         self._touched = self._zeros[:]  # the same: in one that was not synchronised
         self._closed = False
         self.armed = False  # a forward was prepared: the next gradient begins its backward, by outputs or not
+        self._derived = False  # torch.autograd.grad(create_graph=True) came through its outputs
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
         self._present = True  # this rank has inputs
@@ -161,13 +162,27 @@ class Reducer:
         if self.leaving.watch is not None:
             self.leaving.watch.forward()
 
+    def arm(self, synchronise: bool) -> None:
+        """After a forward with gradients. synchronise: `prepare` was called before it."""
+        self._derived = self._derived and self.armed and synchronise  # no backward has come since then
+        self.armed = synchronise
+
+    @property
+    def _awaits_any(self) -> bool:
+        """Whether the next gradient begins a backward, by outputs or not: one of gradients may lead through
+        none, and may come after one of the outputs they are of."""
+        return self.armed or self._derived
+
     def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
         """A hook on an output of a prepared forward. behind: the graph's edges that its gradient goes
         on to."""
         if self._closed:
             raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
-        if (not self._syncing or self._end() is None) and task.writes(behind):
-            self.begin()
+        if not self._syncing or self._end() is None:
+            if task.writes(behind):
+                self.begin()
+            elif torch.is_grad_enabled():
+                self._derived = True
         return self.average.cleaned(gradient)
 
     def on_local_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -230,8 +245,8 @@ class Reducer:
         for other in self.sharing.with_parameter(index):
             if other._syncing:
                 return False  # in the backward of another model, which reduces it
-            local, others_armed = local or other._local, others_armed or other.armed
-        if self.armed and not local:
+            local, others_armed = local or other._local, others_armed or other._awaits_any
+        if self._awaits_any and not local:
             self.begin()
         elif local or not others_armed:
             self._touched[index] = 1

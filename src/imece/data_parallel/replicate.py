@@ -445,7 +445,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
                 if tensor is not None and tensor.grad_fn is not None:
                     prepared = partial(reducer.on_output_gradient, task.behind(tensor))
                     when_gradient_comes(tensor, prepared if synchronise else reducer.on_local_gradient)
-            reducer.armed = synchronise
+            reducer.arm(synchronise)
         return output
 
     # Buffers and the end of uneven inputs.
