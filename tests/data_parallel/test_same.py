@@ -148,13 +148,14 @@ def sparse(group: dist.ProcessGroup) -> None:
 
 
 def synchronised_from_rank_0(group: dist.ProcessGroup) -> None:
-    """Parameters, frozen ones and buffers, of all dtypes and sizes, those of 64 MiB and of none too."""
+    """Parameters, frozen ones and buffers, of all dtypes and sizes: of 64 MiB, of none, expanded."""
     torch.manual_seed(dist.get_rank())
     module: Any = net()
     module[0].bias.requires_grad_(False)
     module.register_buffer("whole", torch.randint(1000, (3,)))
     module.register_buffer("large", torch.randn(2**24 + 1))
     module.register_buffer("none", torch.zeros(0))
+    module.register_buffer("expanded", torch.randn(3, 1).expand(2, 3, 4))
     module.register_buffer("flag", torch.tensor(dist.get_rank() == 0))
     for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.uint64, torch.complex128):
         module.register_buffer(str(dtype).partition(".")[2], torch.full((3,), dist.get_rank() + 1).to(dtype))

@@ -78,8 +78,8 @@ def sync_from(
         if not members or nbytes + tensor.nbytes > _FLAT_BYTES:
             members, nbytes = [], 0
             flats.append(members)
-        members.append(tensor.detach())
-        open_flat[key] = members, nbytes + tensor.nbytes
+        members.append(_unexpanded(tensor.detach()))
+        open_flat[key] = members, nbytes + members[-1].nbytes
     with torch.no_grad():
         for members in flats:
             flat = torch.cat([each.reshape(-1) for each in members])
@@ -87,6 +87,14 @@ def sync_from(
             ops.broadcast(flat, root, group=group, label=label)
             for member, part in zip(members, flat.split([each.numel() for each in members]), strict=True):
                 member.copy_(part.view(member.shape))
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element in memory once: expand() shows some of them often, and nothing may write into that."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(tensor.size(dim), 1))
+    return tensor
 
 
 def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, step: int) -> None:
