@@ -301,6 +301,10 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--optimizer.lr=nan"], r"^optimizer\.lr is nan: at least 0$"),
         (["--seed=-1"], r"seed is -1: from 0 to 9223372036854775807"),
         (["--seed=99999999999999999999"], r"seed is 99999999999999999999: from 0 to"),
+        (
+            ["--data.held-out=0.1", "--data.validation=a"],
+            "--data.held-out 0.1 has no effect beside data.valid",
+        ),
         (["--data.held-out=1"], r"held_out is 1\.0: at least 0 and less than 1"),
         (["--ranks=5"], r"--batch\.sequences 12 cannot be divided by 5 ranks; the nearest are 10 and 15"),
         (["--model.max-seq=1"], r"model\.max_seq is 1: at least 2, for a token"),

@@ -50,6 +50,27 @@ def test_the_default_is_ready_to_train_on(tmp_path: Path, texts: str) -> None:
     )
 
 
+def test_text_for_validation(tmp_path: Path, texts: str) -> None:
+    """All of it is held out and nothing else, and what both name is not trained on; it is made anew when that
+    text changes."""
+    apart = sorted(Path(texts).iterdir())[0]
+    other = tmp_path / "other.txt"
+    other.write_text("another text")
+    source = TextSource((texts,), vocab_size=270, validation=(str(apart), str(other)))
+
+    def made() -> tuple[int, int, list[str]]:
+        prepared = prepare(source, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+        train, held = prepared.tokens.train, prepared.tokens.validation
+        texts = [prepared.tokenizer.decode(held.document(i)[:-1].tolist()) for i in range(held.documents)]
+        return prepared.files, train.documents, sorted(texts)
+
+    assert made() == (41, 39, sorted([apart.read_text(), "another text"]))
+    other.write_text("changed")
+    assert made() == (41, 39, sorted([apart.read_text(), "changed"]))
+    whole = TextSource((str(apart),), validation=(texts,))
+    assert "all text is that of --data.validation" in mistake(prepare, whole, tmp_path / "t", tmp_path / "b")
+
+
 def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
     def call(**options: Any) -> tuple[list[str], list[list[int]]]:
         told: list[str] = []
@@ -210,6 +231,7 @@ def test_of_many_processes_one_makes_each(tmp_path: Path) -> None:
         ({"field": ""}, "field is ''"),
         ({"tokenizer": ""}, "tokenizer is ''"),
         ({"paths": ("a", "")}, "paths is ['a', '']"),
+        ({"validation": ("",)}, "validation is ['']"),
     ],
 )
 def test_sources_that_cannot_be(options: dict[str, Any], words: str) -> None:

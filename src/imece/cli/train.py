@@ -42,7 +42,7 @@ DESCRIPTION = (
 _PRINT = "--print-config"
 _GRACE_S = 120.0  # for the end of a step and a save; a second Ctrl-C does not wait
 # Options that say where a run lies, what it begins from and what it reads.
-_NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths")
+_NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths", "--data.validation")
 # What other trainers call our options.
 _ELSEWHERE = {
     f"--{theirs}": ours
@@ -52,7 +52,8 @@ _ELSEWHERE = {
         "--strategy": "deepspeed fsdp",
         "--from": "model-name-or-path pretrained-model-name-or-path checkpoint-dir",
         "--model.max-seq": "seq-len seq-length block-size max-length max-seq-length max-seq-len",
-        "--data.held-out": "validation-file val-split validation-split-percentage",
+        "--data.validation": "validation-file validation-files val-data eval-data",
+        "--data.held-out": "val-split validation-split-percentage",
         "--batch.sequences": "batch-size train-batch-size global-batch-size",
         "--batch.micro": "micro-batch-size per-device-train-batch-size gradient-accumulation-steps",
         "--optimizer.lr": "learning-rate",
@@ -153,6 +154,10 @@ def _check_effects(words: Sequence[str], config: TrainConfig) -> None:
         raise UserError(
             f"--mesh.schedule {config.mesh.schedule} is for ranks to which layers are dealt: give "
             "--mesh.pipeline, 2 or more"
+        )
+    if config.data.validation and "--data.held-out" in named:
+        raise UserError(
+            f"--data.held-out {config.data.held_out} has no effect beside data.validation: give one of them"
         )
     if config.batch.tokens and "--batch.sequences" in named:
         raise UserError(

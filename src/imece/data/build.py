@@ -38,6 +38,7 @@ def build(
     field: str,
     tokenizer: Tokenizer,
     *,
+    validation: Sequence[Path] = (),
     share: float = 0.02,
     seed: int = 0,
     progress: Progress | None = None,
@@ -48,14 +49,17 @@ def build(
     builder is killed, the next process builds. `progress` is called only in the process that builds. To find
     out whether the files are up to date, every process reads all of `files` and all tokens, about 1 GB/s.
 
-    share, seed: choose the documents that `corpus.held_out` puts into the validation part; at least one,
-    unless share is 0. UserError if a part gets no document, if the folder has files under our names that are
-    not ours, or if it cannot be written.
+    validation: files of which all documents are in the validation part.
+    share, seed: choose the documents of `files` that `corpus.held_out` puts there too; at least one, unless
+    share is 0. UserError if a part gets no document, if the folder has files under our names that are not
+    ours, or if it cannot be written.
     """
     folder = Path(folder)
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
     wanted = _wanted(files, field, tokenizer, share, seed)
+    if validation:
+        wanted["validation"] = _source_hash(validation, field)
     try:
         while True:
             seen = _manifest_file(folder)
@@ -71,8 +75,9 @@ def build(
                 if _manifest_file(folder) == seen:  # otherwise another process has built meanwhile
                     with _no_leftovers(folder):
                         _build(
-                            folder, files, field, tokenizer, wanted, progress or (lambda _done, _total: None)
-                        )
+                            folder, files, validation, field, tokenizer, wanted,
+                            progress or (lambda _done, _total: None),
+                        )  # fmt: skip
                     return open_tokens(folder)
     except OSError as error:
         raise UserError(
@@ -142,6 +147,7 @@ def _foreign(folder: Path) -> str | None:
 def _build(
     folder: Path,
     files: Sequence[Path],
+    apart: Sequence[Path],
     field: str,
     tokenizer: Tokenizer,
     wanted: dict[str, Any],
@@ -151,27 +157,33 @@ def _build(
     stands for complete files.
 
     The sources were hashed before they are read here. If one changes in between, the hash is of the old
-    content, and the next call builds again.
+    content, and the next call builds again. apart: files that are for validation.
     """
     share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
     share = share_of_one(files, field, share, seed)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     begin = np.array([] if tokenizer.begin is None else [tokenizer.begin], np.uint32)
-    total, done, skipped = total_bytes(files), 0, dict[Path, str]()
+    total, done, skipped = total_bytes([*files, *apart]), 0, dict[Path, str]()
+    streams = (
+        (share, documents(files, field, skipped, to_hold_out=share > 0)),
+        (1.0, documents(apart, field, skipped)),
+    )
     with (
         closing(_PartWriter(folder, "train", dtype)) as train,
         closing(_PartWriter(folder, "validation", dtype)) as validation,
     ):
-        for batch in _batches(documents(files, field, skipped, to_hold_out=share > 0)):
+        for share_of_it, batch in ((each, batch) for each, stream in streams for batch in _batches(stream)):
             encoded = tokenizer.encode_batch([document.text for document in batch])
             for document, ids in zip(batch, encoded, strict=True):
-                part = validation if held_out(document.text, share, seed) else train
+                part = validation if held_out(document.text, share_of_it, seed) else train
                 text_bytes = len(document.text.encode())
                 part.add(np.append(begin, ids), tokenizer.end, text_bytes)
                 done += text_bytes
             progress(min(done, total), total)  # a table's text may be larger than its file
         progress(total, total)
         _check_parts(train, validation, share, files, skipped)
+        if apart and not validation.documents:
+            raise UserError(f"{common_folder(apart)}: no text in the files for validation: name others")
         for writer in (train, validation):
             writer.finish()
     # From here on the old files are replaced one by one, so they must not pass for a set.

@@ -42,12 +42,15 @@ class TextSource:
     """Entries of a tokenizer that is trained."""
     held_out: float = 0.02
     """Share of the documents that is only for validation, chosen by their content."""
+    validation: tuple[str, ...] = ()
+    """Text that is only for validation, instead of that share."""
     seed: int = 0
     """Seed of that choice: another one holds out other documents."""
 
     def __post_init__(self) -> None:
-        if any(not path for path in self.paths):
-            raise ValueError(f"paths is {list(self.paths)}: an empty path names nothing, leave it out")
+        for name in ("paths", "validation"):
+            if "" in (paths := getattr(self, name)):
+                raise ValueError(f"{name} is {list(paths)}: an empty path names nothing, leave it out")
         for name in ("field", "tokenizer"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is '': such as {TextSource.__dataclass_fields__[name].default!r}")
@@ -61,6 +64,11 @@ class TextSource:
             )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}: at least 0 and less than 1, such as 0.02")
+
+    @property
+    def share(self) -> float:
+        """Of the documents of `paths`, for validation."""
+        return 0.0 if self.validation else self.held_out
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def prepare(
     Any number of processes may call this at once: one makes each file, the others wait. An existing
     tokenizer.json is used whatever `source` says, because a model may have been trained with it. Token files
     are made again when the text, the tokenizer or the held-out share has changed. If the text is gone,
-    existing token files of this tokenizer are used.
+    existing token files of this tokenizer are used. Files that are for validation are not trained on.
 
     progress: called in the process that does the work. UserError for anything wrong with the text, the
     tokenizer or the disk.
@@ -90,23 +98,36 @@ def prepare(
     run_folders: list[Path] = []
     try:
         files = sources(source.paths, source.field, run_folders)
+        validation = sources(source.validation, source.field) if source.validation else []
     except GoneError:
         if (made := _made(tokenizer_path, folder)) is None:
             raise
         return made
+    files = _others(files, validation)
     tokenizer = _tokenizer(source, files, tokenizer_path, progress)
-    making = f"making tokens of {many(len(files), 'file')}"
+    every = [*files, *validation]
+    making = f"making tokens of {many(len(every), 'file')}"
     tokens = build(
         folder,
         files,
         source.field,
         tokenizer,
-        share=source.held_out,
+        validation=validation,
+        share=source.share,
         seed=source.seed,
         progress=partial(progress, making) if progress else None,
     )
-    read_bytes = total_bytes(files) - tokens.skipped_bytes
-    return Prepared(tokenizer, tokens, len(files) - tokens.skipped, read_bytes, len(run_folders))
+    read_bytes = total_bytes(every) - tokens.skipped_bytes
+    return Prepared(tokenizer, tokens, len(every) - tokens.skipped, read_bytes, len(run_folders))
+
+
+def _others(files: list[Path], validation: Sequence[Path]) -> list[Path]:
+    """The files that are not for validation. UserError if none is left."""
+    apart = set(map(os.path.realpath, validation))
+    left = [path for path in files if os.path.realpath(path) not in apart]
+    if not left:
+        raise UserError(f"{files[0]}: all text is that of --data.validation: name other text with --data")
+    return left
 
 
 def reopen(source: TextSource, tokenizer_path: Path, folder: Path) -> Prepared:
@@ -150,7 +171,7 @@ def _make(source: TextSource, files: Sequence[Path], progress: Progress | None) 
             files,
             source.field,
             source.vocab_size,
-            share=source.held_out,
+            share=source.share,
             seed=source.seed,
             progress=partial(progress, "learning the tokenizer") if progress else None,
         )

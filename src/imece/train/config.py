@@ -141,6 +141,8 @@ class DataSection:
     """Entries of a tokenizer that is trained here."""
     held_out: float = 0.02
     """Share of the documents that is only for validation, chosen by their content."""
+    validation: tuple[str, ...] = ()
+    """Text that is only for validation, instead of that share; named as for --data."""
     folder: str = ""
     """Folder for the token files; empty: the run folder. Runs on the same text can share one."""
 
@@ -152,7 +154,9 @@ class DataSection:
 
     def source(self) -> TextSource:
         """The same for `data.prepare`. Which documents are held out does not depend on the run's seed."""
-        return TextSource(self.paths, self.field, self.tokenizer, self.vocab_size, self.held_out)
+        return TextSource(
+            self.paths, self.field, self.tokenizer, self.vocab_size, self.held_out, self.validation
+        )
 
     def absolute(self) -> DataSection:
         """The same with absolute paths, so that they are valid wherever a later command starts."""
@@ -160,6 +164,7 @@ class DataSection:
         return dataclasses.replace(
             self,
             paths=tuple(map(absolute_name, self.paths)),
+            validation=tuple(map(absolute_name, self.validation)),
             tokenizer=_absolute(self.tokenizer) if is_path else self.tokenizer,
             folder=_absolute(self.folder),
         )

@@ -304,7 +304,7 @@ def notes_on_data(prepared: Prepared, config: TrainConfig) -> list[str]:
     lines = [f"left out: {line}" for line in tokens.skipped_first]
     if lines and (more := tokens.skipped - len(lines)):
         lines.append(f"left out: {more:,} more")
-    if not asked / _FAR <= found <= asked * _FAR:
+    if not config.data.validation and not asked / _FAR <= found <= asked * _FAR:
         documents = tokens.train.documents + tokens.validation.documents
         lines.append(
             f"warning: {_percent(found)} of the text is held out for validation, --data.held-out asks for "
