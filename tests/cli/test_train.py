@@ -288,6 +288,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--optimizer.lrr", "1"], "there is no option --optimizer.lrr; did you mean --optimizer.lr?"),
         (["--lr", "1"], r"--lr; did you mean --optimizer\.lr\?"),
         (["--model.warmup=1"], r"--model\.warmup; did you mean --optimizer\.warmup\?"),
+        (["--config", "a.toml"], r"--config; did you mean imece train FILE\.toml\?"),
         (["--save_steps", "9"], r"--save_steps; did you mean --checkpoint\.every\?"),
         (["--every=1"], r"--every; did you mean --validate\.every or --checkpoint\.every\?"),
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),

@@ -47,6 +47,7 @@ _NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths", "--da
 _ELSEWHERE = {
     f"--{theirs}": ours
     for ours, names in {
+        f"{PROG} FILE.toml": "config config-file",
         "--run": "output-dir out-dir resume resume-from-checkpoint",
         "--steps": "max-steps epochs num-train-epochs max-epochs",
         "--strategy": "deepspeed fsdp",
