@@ -9,7 +9,7 @@ from typing import Any
 
 from imece.errors import UserError
 from imece.foreign import deepspeed
-from imece.foreign.reading import AUTO, Reading, Value, from_json
+from imece.foreign.reading import AUTO, Reading, Value, from_json, text_of
 from imece.foreign.settings import Dtype, Settings
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU")
@@ -67,6 +67,10 @@ _FEW = (
     "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps",
     "gradient_clipping",
 )  # fmt: skip
+_OF_DEEPSPEED = (  # what counts of the settings that a file of DeepSpeed gives
+    "strategy", "dtype", "autocast", "reduce", "offload", "micro_batch", "accumulation", "global_batch",
+    "clip", "scaler", "optimizer", "schedule",
+)  # fmt: skip
 _KNOWN = ("compute_environment", "distributed_type", "mixed_precision", "num_processes", "num_machines")
 
 
@@ -104,19 +108,7 @@ def read(content: Mapping[str, Any], file: str, ranks: int | None = None) -> Set
     elif kind == "DEEPSPEED":
         by_deepspeed = _deepspeed(values, file, ranks, found["hosts"], found["dtype"])
         nested = by_deepspeed.values
-        names = (
-            "strategy",
-            "dtype",
-            "autocast",
-            "reduce",
-            "offload",
-            "micro_batch",
-            "accumulation",
-            "global_batch",
-            "clip",
-            "scaler",
-        )
-        found |= {name: getattr(by_deepspeed, name) for name in (*names, "optimizer", "schedule")}
+        found |= {name: getattr(by_deepspeed, name) for name in _OF_DEEPSPEED}
     elif kind not in _PLAIN:
         raise values.wrong("distributed_type", f"one of {', '.join(_PLAIN)}, FSDP or DEEPSPEED")
     values.take("mixed_precision", "no mixed precision" if word == "no" else f"products in {found['dtype']}")
@@ -199,15 +191,10 @@ def _deepspeed(values: Reading, file: str, ranks: int | None, hosts: int, dtype:
         path, beside = Path(named), Path(file).parent / named
         if beside.exists() and not path.exists():  # Accelerate looks from where it is started
             path = beside
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}, which {file} names: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path}, which {file} names: not a text file") from None
-        inner = from_json(text, f"{path}, which {file} names")
+        where = f"{path}, which {file} names"
+        inner = from_json(text_of(path, where), where)
         if not isinstance(inner, dict):
-            raise UserError(f"{path}, which {file} names: not a configuration of DeepSpeed's")
+            raise UserError(f"{where}: not a configuration of DeepSpeed's")
         values.take(f"{section}deepspeed_config_file", "read as well, below")
         values.leave([f"{section}{key}" for key in _FEW], f"what {named} says counts")
         found = deepspeed.read(inner, str(path), ranks, hosts)

@@ -208,9 +208,10 @@ def _dtypes(values: Reading, strategy: str) -> tuple[Dtype, bool, Dtype | None]:
     """(dtype of products and parameters, whether of products alone, dtype of gradients while they are
     summed)."""
     on: list[Dtype] = []
-    for section, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+    for section in ("bf16", "bfloat16", "fp16"):
         if values.flag(f"{section}.enabled"):
-            on.append(_DTYPES[dtype])
+            dtype = _DTYPES[section]
+            on.append(dtype)
             loop = "; in your loop imece.GradScaler" if dtype == "fp16" else ""
             what = f"parameters in {dtype}, their masters in fp32"
             if strategy == "replicate":
@@ -248,15 +249,11 @@ def _scaler(values: Reading) -> ScalerSettings | None:
     if not on and not values.is_auto("fp16.enabled"):
         values.needless([f"{section}{key}" for key in _SCALER], "not asked for")
         return None
-    power, window = (
-        values.number(f"{section}initial_scale_power"),
-        values.whole(f"{section}loss_scale_window", 1),
-    )
-    first = (
-        None
-        if values.is_auto(f"{section}initial_scale_power")
-        else 2.0 ** (_POWER if power is None else power)
-    )
+    power = values.number(f"{section}initial_scale_power")
+    first = None
+    if not values.is_auto(f"{section}initial_scale_power"):
+        first = 2.0 ** (_POWER if power is None else power)
+    window = values.whole(f"{section}loss_scale_window", 1)
     after = None if values.is_auto(f"{section}loss_scale_window") else window or _GROWS_AFTER
     fixed = values.number(f"{section}loss_scale")
     if fixed:
@@ -321,10 +318,9 @@ def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, 
             f"{name} {count}" for name, count in zip(names, (micro, accumulation), strict=False) if count
         )
         raise values.wrong(names[2], f"no number of ranks makes it of {parts}: change one")
-    for name, text in zip(
-        names, ("a micro-batch", "micro-batches of a rank", "all ranks together"), strict=True
-    ):
-        values.take(name, f"sequences or samples: {text}" if name != names[1] else f"{text} in a step")
+    values.take(names[0], "sequences or samples: a micro-batch")
+    values.take(names[1], "micro-batches of a rank in a step")
+    values.take(names[2], "sequences or samples: all ranks together")
     return micro, accumulation, whole
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from imece.errors import UserError
 from imece.foreign import accelerate, deepspeed
-from imece.foreign.reading import from_json
+from imece.foreign.reading import from_json, text_of
 from imece.foreign.settings import Settings
 
 _OTHER_FORMAT = "; Accelerate's other format ends in .yaml"
@@ -41,12 +41,7 @@ def read_settings(file: str | os.PathLike[str] | Mapping[str, Any], ranks: int |
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text file") from None
+    text = text_of(path, str(path))
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     content = _yaml(path, text) if is_yaml else from_json(text, str(path), _OTHER_FORMAT)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from imece.errors import UserError
@@ -166,6 +167,16 @@ class Reading:
 
     def _wrong(self, name: str, value: Any, wanted: str) -> UserError:
         return UserError(f"{self.file}: {name} is {value!r}: {wanted}")
+
+
+def text_of(path: Path, where: str) -> str:
+    """The text of a file. UserError, with `where` it is from, if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not a text file") from None
 
 
 def from_json(text: str, where: str, hint: str = "") -> Any:

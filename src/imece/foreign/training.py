@@ -52,10 +52,7 @@ def train_toml(settings: Settings) -> str:
     said += [f"{name} = {as_toml(value)}" for name, value in values.items() if "." not in name]
     for section in dict.fromkeys(name.split(".")[0] for name in values if "." in name):
         said += ["", f"[{section}]"]
-        own = {
-            name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")
-        }
-        said += [f"{name} = {as_toml(value)}" for name, value in own.items()]
+        said += [f"{name} = {as_toml(value)}" for name, value in _of_section(values, section).items()]
     return "\n".join(said) + "\n"
 
 
@@ -93,6 +90,10 @@ def _values(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _of_section(values: dict[str, Any], section: str) -> dict[str, Any]:
+    return {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
+
+
 def _is_adamw(optimizer: OptimizerSettings) -> bool:
     """Whether this is AdamW, or Adam without decay, which is the same."""
     return optimizer.name == "AdamW" or (optimizer.name == "Adam" and optimizer.weight_decay == 0)
@@ -107,10 +108,7 @@ def _check(settings: Settings, values: dict[str, Any]) -> None:
     known = flat(TrainConfig())
     assert values.keys() <= known.keys()
     try:
-        own = {
-            name.partition(".")[2]: value for name, value in values.items() if name.startswith("optimizer.")
-        }
-        dataclasses.replace(OptimizerSection(), **own)
+        dataclasses.replace(OptimizerSection(), **_of_section(values, "optimizer"))
         if settings.offload is not None:
             check_strategy(settings.offload, find_strategy(settings.strategy))
     except ValueError as error:
