@@ -5,7 +5,6 @@ Both kinds are saved as a tokenizer.json that the package `tokenizers` reads; by
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from imece.data.corpus import documents, fraction, held_out, share_of_one, total_bytes
-from imece.data.files import other_place
+from imece.data.files import digest, other_place
 from imece.errors import UserError
 from imece.writing import write_whole
 
@@ -50,6 +49,7 @@ class Tokenizer(ABC):
     vocab_size: int
     end: int  # id of the token behind each document
     begin: int | None = None  # id of the token at the head of each document, if there is one
+    beside: str | None = None  # of tokenizer_config.json, if it says what begins and ends a document
 
     @property
     def before(self) -> int:
@@ -71,11 +71,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """The content of tokenizer.json."""
-
-    @property
-    def beside(self) -> str | None:
-        """The content of tokenizer_config.json if it says what begins and ends a document, else None."""
-        return None
 
     def write(self, path: Path) -> None:
         """Write tokenizer.json, and before it the file beside it; each is written whole or not at all.
@@ -99,7 +94,7 @@ class Tokenizer(ABC):
 
         If it was loaded, this is its file's hash: another release of the package may write it differently.
         """
-        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+        return digest(self.to_json().encode())
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         for token in ids:
@@ -162,7 +157,7 @@ class JsonTokenizer(Tokenizer):
         added = (each for each in tokenizer.get_added_tokens_decoder().values() if not each.special)
         self._known = {letter for each in added for letter in each.content}  # it does not drop these
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        self.end, self.begin, self._beside = end, begin, beside
+        self.end, self.begin, self.beside = end, begin, beside
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
@@ -184,10 +179,6 @@ class JsonTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._content
-
-    @property
-    def beside(self) -> str | None:
-        return self._beside
 
     def _check_known(self, text: str) -> None:
         """UserError for characters that the package would drop silently: bits per byte would look too

@@ -69,7 +69,24 @@ def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
     UserError, with the file's name, if one is missing, has another size than the manifest says, or if its
     offsets are not offsets. Only with `verify` are tokens read and compared with their checksums.
     """
-    return _open(Path(folder), _manifest(Path(folder)), verify)
+    folder = Path(folder)
+    manifest = _manifest(folder)
+    made_from, dtype = manifest["made_from"], np.dtype(manifest["dtype"])
+    train, validation = (
+        _open_part(folder, name, dtype, made_from["end"], manifest[name], verify) for name in PARTS
+    )
+    return TokenFiles(
+        folder=folder,
+        train=train,
+        validation=validation,
+        vocab_size=made_from["vocab_size"],
+        tokenizer_hash=made_from["tokenizer"],
+        skipped=manifest["skipped"],
+        skipped_bytes=manifest.get("skipped_bytes", 0),  # manifests of older versions lack both
+        skipped_first=tuple(manifest.get("skipped_first", ())),
+        made_from=made_from,
+        identity=digest(json.dumps([manifest[name]["checksums"] for name in PARTS]).encode()),
+    )
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
@@ -95,25 +112,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error!r}): imece train makes it again") from error
-
-
-def _open(folder: Path, manifest: dict[str, Any], verify: bool) -> TokenFiles:
-    made_from, dtype = manifest["made_from"], np.dtype(manifest["dtype"])
-    train, validation = (
-        _open_part(folder, name, dtype, made_from["end"], manifest[name], verify) for name in PARTS
-    )
-    return TokenFiles(
-        folder=folder,
-        train=train,
-        validation=validation,
-        vocab_size=made_from["vocab_size"],
-        tokenizer_hash=made_from["tokenizer"],
-        skipped=manifest["skipped"],
-        skipped_bytes=manifest.get("skipped_bytes", 0),  # manifests of older versions lack both
-        skipped_first=tuple(manifest.get("skipped_first", ())),
-        made_from=made_from,
-        identity=digest(json.dumps([manifest[name]["checksums"] for name in PARTS]).encode()),
-    )
 
 
 def _open_part(
