@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import cast
 
 from imece.footprint import DIVIDED, Sizes, footprint
 from imece.plan.accuracy.published import Table, read
@@ -262,8 +262,8 @@ def own_engine(own: Table | None = None) -> list[Row]:
         precision = Precision() if r["bf16"] == "1" else IMECE_CPU.precision
         recipe = Recipe(128, precision=precision, bucket_bytes=_BUCKET_BYTES)
         framework = replace(IMECE_CPU, name=r["strategy"], gathers=True) if gathers else IMECE_CPU
-        found = memory(Setup(model, Parallel(_strategy(name), ranks, shard), recipe), framework=framework)
-        predicted = found.states
+        parallel = Parallel(cast(Strategy, name), ranks, shard)
+        predicted = memory(Setup(model, parallel, recipe), framework=framework).states
         counted = sum(int(r[key]) for key in ("parameters", "gradients", "optimizer", "communication"))
         kind = "bf16" if r["bf16"] == "1" else "fp32"
         title = f"{model.parameters / 1e6:.1f}M x{ranks} {r['strategy']} {kind}"
@@ -271,10 +271,6 @@ def own_engine(own: Table | None = None) -> list[Row]:
             Row(title, counted / 1e6, predicted / 1e6, cell=r["strategy"], held_out=True, ranks=ranks)
         )
     return rows
-
-
-def _strategy(name: str) -> Strategy:
-    return next(each for each in get_args(Strategy) if each == name)
 
 
 # Name -> (its file, function that gives its rows, or those of another table with the same columns).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from imece.plan.accuracy.published import read
 from imece.plan.accuracy.statistics import Row
@@ -16,12 +17,6 @@ from imece.plan.speed.manner import IMECE, MEGATRON
 from imece.plan.speed.stage import stage_time
 from imece.plan.speed.timeline import exposed_after
 
-_OPS: dict[str, Op] = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-}
-_RECOMPUTATION: dict[str, Recomputation] = {"none": "none", "selective": "selective", "full": "full"}
 _BACKWARD = 2 / 3  # of the time of a step on one GPU
 
 
@@ -31,7 +26,7 @@ def nccl() -> list[Row]:
     for r in read("nccl").rows:
         gpu = {"H": "H100", "A": "A100-80", "V": "V100"}[r["hardware"][0]]
         cluster = find_cluster(gpu, 8, int(r["nodes"]), "efa")
-        op, ranks, size = _OPS[r["collective"]], int(r["ranks"]), int(r["bytes"])
+        op, ranks, size = cast(Op, r["collective"]), int(r["ranks"]), int(r["bytes"])
         measured = sent_bytes(op, size, ranks) / (float(r["busbw_gbps"]) * 1e9)
         predicted = collective_s(cluster, op, size, along(cluster, ranks, 1))
         name = f"{r['hardware']} {op} x{ranks} {size / 2**20:.0f} MiB {r['algorithm']}".strip()
@@ -48,7 +43,7 @@ def korthikanti_layer() -> list[Row]:
     cluster = find_cluster("A100-80", 8, 1, "infiniband-hdr")
     rows = []
     for r in read("korthikanti_layer").rows:
-        recipe = Recipe(2048, 4, recompute=_RECOMPUTATION[r["recompute"]], attention="plain")
+        recipe = Recipe(2048, 4, recompute=cast(Recomputation, r["recompute"]), attention="plain")
         setup = Setup(model, Parallel("replicate", tensor=8, sequence=r["sequence"] == "1"), recipe)
         measured = (float(r["forward_ms"]) + float(r["backward_ms"])) / 1e3
         rows.append(Row(r["experiment"], measured, stage_time(setup, cluster, MEGATRON).total, held_out=True))

@@ -97,5 +97,4 @@ def _late_s(case: Case, each: Row) -> float:
     """Seconds per message that the step took longer than predicted; 0 without a pipeline."""
     if case.setups[0].parallel.pipeline == 1:
         return 0.0
-    part = case.sequences / case.setups[0].global_batch if case.sequences else 1.0
-    return (each.measured - each.predicted) / part / _messages(case)
+    return (each.measured - each.predicted) / case.part / _messages(case)

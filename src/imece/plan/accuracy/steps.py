@@ -39,6 +39,11 @@ class Case:
     held_out: bool = False
     sequences: int = 0  # compare the time for this many, if rows of a cell take different numbers per step
 
+    @property
+    def part(self) -> float:
+        """The part of a step that is compared."""
+        return self.sequences / self.setups[0].global_batch if self.sequences else 1.0
+
 
 def row(case: Case) -> Row:
     """The case with its prediction."""
@@ -46,8 +51,7 @@ def row(case: Case) -> Row:
     predicted = min(step_time(setup, case.cluster, case.manner).total for setup in case.setups)
     flops = flops_a_token(setup.model, setup.recipe.seq) * setup.tokens_a_step
     work = flops / (case.cluster.gpu.peak * setup.parallel.ranks)
-    part = case.sequences / setup.global_batch if case.sequences else 1.0
-    measured, predicted, work = (part * seconds for seconds in (case.measured_s, predicted, work))
+    measured, predicted, work = (case.part * seconds for seconds in (case.measured_s, predicted, work))
     return Row(case.name, measured, predicted, work, case.cell, case.held_out, setup.parallel.ranks)
 
 

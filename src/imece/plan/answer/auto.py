@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from imece.footprint import Footprint
 from imece.observe.units import gigabytes
@@ -84,7 +85,7 @@ class Asked:
         """ "strategy zero2: 5.10 GB a rank of 8.00 GB before activations (25 % are left for them); zero1, the
         usual one here, needs 6.90 GB".
         """
-        size, usual = self.found[taken].total, self.found.get(_known(self.usual))
+        size, usual = self.found[taken].total, self.found.get(cast(Strategy, self.usual))
         said = f"strategy {taken}"
         if taken == self.usual:
             said += ", the usual one here"
@@ -120,10 +121,6 @@ class Asked:
     def fits(self, found: Footprint) -> bool:
         """Whether a strategy with this footprint would not be refused."""
         return found.total <= self._most_bytes
-
-
-def _known(name: str) -> Strategy:
-    return next(each for each in ORDER if each == name)
 
 
 def _size(nbytes: float) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from imece.listing import many
 from imece.observe.units import si
@@ -18,6 +19,8 @@ from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
 from imece.plan.hardware import Cluster
+
+_Item = TypeVar("_Item")
 
 _LABEL = 9  # columns
 _BAR, _LEAST_BAR, _SHARE = 40, 10, 9
@@ -80,9 +83,9 @@ def lines(explained: Explained, width: int) -> Iterator[str]:
     yield ""
     if explained.others:
         longest = max(len(other.name) for other in explained.others)
-        for label, other in zip(["others", *[""] * len(explained.others)], explained.others, strict=False):
+        for label, other in _labelled("others", explained.others):
             yield from wrapped(label, f"{other.name:<{longest}}  {other.sentence}", width, hang=longest + 2)
-    for label, gain in zip(["to gain", *[""] * len(explained.gains)], explained.gains, strict=False):
+    for label, gain in _labelled("to gain", explained.gains):
         yield from wrapped(label, gain, width, hang=2)
     for note in explained.notes:
         yield from wrapped("note", note, width, hang=2)
@@ -94,8 +97,8 @@ def _next_lines(found: Next, width: int) -> Iterator[str]:
     if found.call is None:
         yield from wrapped("next", found.says, width)
         return
-    for at, line in enumerate(found.call.text().splitlines()):
-        yield from wrapped("next" if not at else "", line, width, hang=4)
+    for label, line in _labelled("next", found.call.text().splitlines()):
+        yield from wrapped(label, line, width, hang=4)
     if found.says:
         yield from wrapped("", found.says, width, hang=2)
     for what, how in found.call.left():
@@ -205,7 +208,7 @@ def shortfall_lines(question: Question, least: Candidate, found: Sequence[Way], 
     )  # fmt: skip
     yield from bars(memory_parts(least, question.cluster), least.needed, gb, width, kinds(question.cluster))
     longest = max((len(way.name) for way in found), default=0)
-    for label, way in zip(["instead", *[""] * len(found)], found, strict=False):
+    for label, way in _labelled("instead", found):
         yield from wrapped(label, f"{way.name:<{longest}}  {way.sentence}", width, hang=longest + 2)
 
 
@@ -287,6 +290,11 @@ def shortfall_json(question: Question, least: Candidate, found: Sequence[Way]) -
             {"change": way.name, "says": way.sentence} | as_json(way.least, way.question) for way in found
         ],
     }
+
+
+def _labelled(label: str, items: Iterable[_Item]) -> Iterator[tuple[str, _Item]]:
+    """Each item with its label, which the first one alone has."""
+    return zip(itertools.chain([label], itertools.repeat("")), items, strict=False)
 
 
 def wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
