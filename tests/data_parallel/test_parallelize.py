@@ -889,6 +889,16 @@ def refused(group: dist.ProcessGroup) -> None:
             copied(model)
 
 
+def copied_whole(group: dist.ProcessGroup) -> None:
+    """A model that is not sharded, as torch's: a copy has the default group, and no optimizer."""
+    world = dist.group.WORLD
+    assert world is not None
+    model, _ = Case().wrapped("replicate", world)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
+        assert copied.process_group is world and model.stepped_by and not copied.stepped_by
+        assert all(map(torch.equal, copied.parameters(), model.parameters()))
+
+
 def models_that_differ(group: dist.ProcessGroup) -> None:
     for strategy in strategies_on(group):
         model = nn.Linear(3, 3 + (group.rank() == 1))
@@ -926,6 +936,7 @@ OTHERS: dict[str, Check] = {
     "one script for every strategy": one_script_for_every_strategy,
     "an optimizer zeroes its own": an_optimizer_zeroes_its_own,
     "refused": refused,
+    "copied whole": copied_whole,
     "a compiled step": a_compiled_step,
     "models that differ": models_that_differ,
     "optimizers that differ": optimizers_that_differ,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -558,10 +557,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return Suspicion(self.module, self.process_group, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: without the group, which must be the default one, and what belongs to it."""
+        """For copy and pickle: without the group, which must be the default one, what belongs to it, and the
+        optimizers, which step this model."""
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a model on the default process group can be pickled")
-        state = copy.copy(self.__dict__)
+        state = self.__dict__ | {"stepped_by": []}
         del state["process_group"], state["reducer"]
         return state
 
