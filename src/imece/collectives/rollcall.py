@@ -26,7 +26,7 @@ class RollCall:
         row: torch.Tensor,
         *,
         inline: bool,
-        offered: torch.Tensor | None = None,
+        offered: torch.Tensor | None,
     ) -> None:
         """row: uint8 [nbytes], of the same length on every rank. inline: shared memory gathers here and
         now, sooner than a thread of its own would have begun. offered: then also offered to the ranks of

@@ -131,9 +131,9 @@ def reduce_scatter_bf16(
     output: torch.Tensor,
     input: torch.Tensor,
     group: dist.ProcessGroup,
-    op: str = "sum",
+    op: str,
     *,
-    collective: bool = True,
+    collective: bool,
 ) -> torch.Tensor:
     """Sum or average `input` over the group, with bf16 on the wire; put slice `rank` of it into `output`.
 

@@ -109,7 +109,7 @@ class Average:
         if not self.agrees:
             self._factor = 1.0 / self._world_size
             return
-        if task.current() != task.NO_TASK:  # of several losses, some may come after the first gradient
+        if task.is_running():  # of several losses, some may come after the first gradient
             for loss in list(self._losses):
                 if torch._C._will_engine_execute_node(loss):
                     self._count(loss)

@@ -122,10 +122,11 @@ def parallelize(
     check_way(None, wire)
     check_over(average)  # before anything is taken apart
     refuse_whole_matrices(model, optimizers)
+    offload_name = _name_of(offload)
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
     chosen = named or choose(
         Given(
-            model, optimizers, arranged, _home(model, arranged), options, precision, _name_of(offload),
+            model, optimizers, arranged, _home(model, arranged), options, precision, offload_name,
             bucket_cap_mb, activation_bytes,
         )
     )  # fmt: skip

@@ -133,7 +133,7 @@ class Reducer:
     @property
     def has_unsummed(self) -> bool:
         """Whether a synchronised backward is running and some of its gradients are not summed yet."""
-        return self._syncing and not self.leaving.ending and task.current() != task.NO_TASK
+        return self._syncing and not self.leaving.ending and task.is_running()
 
     @property
     def takes_plain_mean(self) -> bool:
@@ -260,7 +260,7 @@ class Reducer:
         self._used.begin()
         self._present = present
         self._line.stand(self)
-        self._graphed = torch.is_grad_enabled() and task.current() != task.NO_TASK  # create_graph=True
+        self._graphed = torch.is_grad_enabled() and task.is_running()  # create_graph=True
         for bucket in self.buckets:
             bucket.pending, bucket.scale = len(bucket.slots), None
         if self.average.over != "ranks":
@@ -516,7 +516,7 @@ class Reducer:
     def recover(self) -> None:
         """Before a forward: if the last backward raised, wait for the buckets that had left and
         reset everything."""
-        if task.current() != task.NO_TASK:
+        if task.is_running():
             return  # a checkpoint that holds this model runs it again in backward
         self._line.clear()
         self._forget_what_was_dropped()

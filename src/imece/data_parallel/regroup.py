@@ -23,6 +23,7 @@ from torch.distributed.algorithms.join import _JoinConfig
 
 from imece.collectives import checks
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.data_parallel.reducing import task
 from imece.data_parallel.reducing.comm_hook import CommHook
 from imece.data_parallel.reducing.watch import Watch
 from imece.data_parallel.same import check_same_shapes
@@ -71,7 +72,7 @@ class Kept:
 
 def leave(model: DistributedDataParallel) -> None:
     """DistributedDataParallel.leave; may be called again after a `regroup` that raised."""
-    if torch._C._current_graph_task_id() != -1:
+    if task.is_running():
         raise RuntimeError("regroup() or leave() inside of backward")
     if model._kept is None:
         model._kept = Kept.of(model)

@@ -173,11 +173,8 @@ def _first_difference(texts: Mapping[int, list[str]]) -> str:
 
 
 def by_rank(said: Mapping[int, object]) -> str:
-    """What each rank says, grouped by answer: "7 on rank 1, 1 on ranks 0, 2"."""
+    """What each rank says, grouped by answer: "7 on rank 1, 1 on ranks 0, 2-5"."""
     by_words: dict[str, list[int]] = {}
     for rank, words in said.items():
         by_words.setdefault(str(words), []).append(rank)
-    return ", ".join(
-        f"{words} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for words, ranks in by_words.items()
-    )
+    return ", ".join(f"{words} on {rank_words(ranks)}" for words, ranks in by_words.items())

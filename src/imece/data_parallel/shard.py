@@ -49,9 +49,9 @@ class Sharding(Gradients):
         frozen: Trained,
         division: Division,
         *,
-        fill: Callable[[int], None] | None = None,
-        may_come_late: Callable[[], bool] = lambda: True,
-        owners: Mapping[int, Sequence[nn.Module]] | None = None,
+        fill: Callable[[int], None] | None,
+        may_come_late: Callable[[], bool],
+        owners: Mapping[int, Sequence[nn.Module]],
     ) -> None:
         """All ranks of the world group construct this together. frozen: frozen parameters to be sharded with
         the others.
@@ -64,7 +64,7 @@ class Sharding(Gradients):
         self.gathering, self.offload = division.gathering, division.offload
         self.lane: Lane = self.offload.lane if self.offload is not None else Direct()
         self.common_parameters = division.common_parameters
-        self._may_come_late, self._owners = may_come_late, owners or {}
+        self._may_come_late, self._owners = may_come_late, owners
         self.gathers, self.borrows = self.gathering is not None, self.strategy.gradients
         self.rank, self.size = self.groups.shard.rank(), self.groups.shard.size()
         cap_bytes = None if self.gathers else division.cap_bytes

@@ -50,7 +50,7 @@ def planned(
     """{name of a module: (module, how it is divided)}. UserError, with names and figures, for an impossible
     plan."""
     _refuse_adapters(model)
-    wanted = _found(model, ranks, sequence) if plan is None else dict(plan)
+    wanted = _found(model, ranks, sequence) if plan is None else plan
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for pattern, kind in wanted.items():
         known = next((each for each in KINDS if each == kind), None)
@@ -95,9 +95,9 @@ def _refuse_adapters(model: nn.Module) -> None:
             )
 
 
-def _found(model: nn.Module, ranks: int, sequence: bool) -> dict[str, str]:
+def _found(model: nn.Module, ranks: int, sequence: bool) -> Plan:
     if isinstance(model, Transformer):
-        return {**_for_transformer(model, ranks)}
+        return _for_transformer(model, ranks)
     styles = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(styles, Mapping) or not styles:
         raise UserError(
@@ -109,7 +109,7 @@ def _found(model: nn.Module, ranks: int, sequence: bool) -> dict[str, str]:
             f"sequence=True: Hugging Face's plan for {type(model).__name__} says nothing of parts of the "
             "sequence; leave it out, or give a plan"
         )
-    return {**_for_hugging_face(model, styles, ranks)}
+    return _for_hugging_face(model, styles, ranks)
 
 
 def _for_transformer(model: Transformer, ranks: int) -> dict[str, Kind]:

@@ -100,7 +100,7 @@ class DirectCalls(GroupBase):
             self._runner.run(engine.operation(fingerprint, noted))
         return found
 
-    def gather_and_open(self, row: Tensor, offered: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    def gather_and_open(self, row: Tensor, offered: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Every rank's `row`, and what every rank offers where it lies, in one meeting.
 
         row: uint8[nbytes], of the same length on every rank. offered: contiguous, on the CPU; ranks may offer

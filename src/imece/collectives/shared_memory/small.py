@@ -73,7 +73,7 @@ class Small:
 class SmallReduce(Small):
     """Reductions: every rank sums what it wants, all in the same order."""
 
-    def __init__(self, engine: Engine, op: str, how: Reduction, shape: Sequence[int], root: int = -1) -> None:
+    def __init__(self, engine: Engine, op: str, how: Reduction, shape: Sequence[int], root: int) -> None:
         super().__init__(engine, op, how.dtype, shape, how.op, root)
         self.how, self.scratch = how, engine.scratch
         self.wanted = root in (-1, engine.rank)

@@ -52,7 +52,7 @@ def refuse_early_steps() -> None:
 
 @torch._disable_dynamo(recursive=True)
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if task.current() == task.NO_TASK:
+    if not task.is_running():
         return
     ids = {id(each) for each in parameters_of(optimizer)}
     for reducer in sharing.living():

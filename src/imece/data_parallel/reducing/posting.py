@@ -22,8 +22,7 @@ class Posting:
 
     def __init__(self, buckets: Sequence[Bucket], posted: Posted, group: SharedMemoryGroup) -> None:
         self.buckets, self._posted, self._group = buckets, posted, group
-        first, last = buckets[0].slots[0].name, buckets[-1].slots[-1].name
-        self._label = label_of([first, last] if first != last else [first])
+        self._label = label_of([slot.name for bucket in buckets for slot in bucket.slots])
         self._addresses = _addresses(buckets)
 
     @classmethod

@@ -19,6 +19,11 @@ def current() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_running() -> bool:
+    """Whether the caller is inside of a backward."""
+    return torch._C._current_graph_task_id() != NO_TASK
+
+
 def at_end(tell: _Tell) -> weakref.ref[_Tell]:
     """Call `tell` when the backward that the caller is inside of is over, unless it raises.
 
@@ -45,7 +50,7 @@ def writes(edges: Edges) -> bool:
 
     In an ordinary backward the nearest leaf tells, and the search ends there.
     """
-    if current() == NO_TASK:
+    if not is_running():
         return True
     some_only, seen, nodes = False, set[Any](), deque(node for node, _ in edges)
     while nodes:

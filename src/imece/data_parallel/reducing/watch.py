@@ -74,7 +74,7 @@ class Watch:
                 now = time.perf_counter()
                 left = []
                 for trace, work in self._underway:
-                    if _is_done(work):
+                    if work.done():
                         trace.done_s = now
                     else:
                         left.append((trace, work))
@@ -82,7 +82,3 @@ class Watch:
                 if not left:
                     return
             time.sleep(_LOOK_EVERY_S if self._device.type == "cpu" else _SELDOM_S)
-
-
-def _is_done(work: Any) -> bool:
-    return bool(work.done() if isinstance(work, torch.futures.Future) or hasattr(work, "done") else True)

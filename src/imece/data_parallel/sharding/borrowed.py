@@ -19,9 +19,7 @@ from imece.device import behind_this_stream
 class BorrowedMemory:
     """The memory for the buckets of one sharded model."""
 
-    def __init__(
-        self, stores: Sequence[Store], division: Division, lane: Lane, *, keeps: bool = True
-    ) -> None:
+    def __init__(self, stores: Sequence[Store], division: Division, lane: Lane, *, keeps: bool) -> None:
         """stores: by bucket. lane: for copies out of this memory. keeps: memory that is given back
         stays here."""
         self._keeps = keeps or not division.strategy.gradients

@@ -22,7 +22,7 @@ _METHODS = (
 KNOWN: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
-    + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
+    + [torch.Tensor.grad.__delete__]  # type: ignore[union-attr]
     + [getattr(torch.Tensor, name) for name in _METHODS]
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type]
 )

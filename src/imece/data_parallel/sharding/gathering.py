@@ -35,6 +35,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
+from imece.data_parallel.reducing import task
 from imece.data_parallel.reducing.way import units_at_once
 from imece.data_parallel.sharding.units import State, Unit, Wanted
 from imece.data_parallel.strategy import Strategy
@@ -74,7 +75,7 @@ class Gathering:
         units: Sequence[Unit],
         group: dist.ProcessGroup,
         options: GatherOptions,
-        schedule: str | None = None,
+        schedule: str | None,
     ) -> None:
         """units: the root first; their buckets are added later. schedule: as for ops.all_gather."""
         self.units, self._group, self.options, self._schedule = list(units), group, options, schedule
@@ -135,7 +136,7 @@ class Gathering:
 
     def _enter(self, unit: Unit, _inputs: Any) -> None:
         unit.depth += 1
-        if _in_backward():
+        if task.is_running():
             unit.entered = max(unit.calls, default=0)  # a checkpoint runs this one again
             self._gather(unit, unit.earlier)
             return
@@ -156,7 +157,7 @@ class Gathering:
         self._gather(unit, self._order[at : at + self._ahead] if expected else (), at_end=False)
 
     def _leave(self, unit: Unit, inputs: tuple[Any, ...], output: Any) -> None:
-        in_backward = _in_backward()
+        in_backward = task.is_running()
         if not in_backward:
             if unit.depth > 1:
                 return
@@ -307,7 +308,7 @@ class Gathering:
         RuntimeError that names a parameter that was written into, unless `note_versions` was called after
         that.
         """
-        if _in_backward():
+        if task.is_running():
             raise RuntimeError("gathered() inside of backward")
         self._held += 1
         try:
@@ -368,7 +369,3 @@ def _refuse_early(known: weakref.ref[Unit], name: str) -> Callable[[torch.Tensor
             )
 
     return on_gradient
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -88,7 +88,7 @@ def make_parts(
     master: torch.Tensor,
     whole: bool,
     *,
-    frozen: bool = False,
+    frozen: bool,
 ) -> list[Part]:
     """The parts that `rank` owns of a bucket. master: its shard, [shard_numel]; whole: items are not cut.
 

@@ -53,7 +53,7 @@ class SteppedParts:
         _complete(optimizer)
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
-        first = optimizer.register_step_post_hook(self._after)
+        first = optimizer.register_step_post_hook(self.after)
         # Runs before the user's hooks: an average of weights there would find only this rank's parts stepped.
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
         self._zero = _unkept(optimizer.zero_grad)
@@ -187,11 +187,6 @@ class SteppedParts:
             {key: waiting(value) for key, value in kwargs.items()},
         )
 
-    @torch._disable_dynamo(recursive=True)
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Hook of its step."""
-        self.after(optimizer)
-
     def before(self, optimizer: Optimizer) -> None:
         """A step begins: its own, or that of an optimizer that shares its groups, perhaps inside of
         its own."""
@@ -227,8 +222,9 @@ class SteppedParts:
                 f"the parts, which are in optimizer.param_groups"
             )
 
-    def after(self, optimizer: Optimizer) -> None:
-        """The step for which `before` was called is over."""
+    @torch._disable_dynamo(recursive=True)
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """A step is over, its own or that for which `before` was called."""
         if optimizer is not self.optimizer and optimizer is not self._in_step:
             return
         self._in_step = None

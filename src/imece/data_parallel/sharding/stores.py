@@ -250,7 +250,7 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
     if not copies:  # before, `first` may die: then these still have its values
         move_into(flat, plan, members, copy=False)
     if kind == FROZEN:
-        own = master = _kept_frozen(division, own)
+        own = master = _kept_own(division, own)
     else:
         own, master = _kept(division, own, master)
     if division.gathering is not None:
@@ -266,14 +266,6 @@ def _store(plan: layout.Bucket, laid: layout.Layout, trained: Trained, division:
     return store
 
 
-def _kept_frozen(division: Division, own: torch.Tensor) -> torch.Tensor:
-    """A frozen shard in its kept memory: as `_kept`, but nothing steps it."""
-    if division.gathering is None:
-        return own
-    hosted = division.offload is not None and division.offload.parameters
-    return division.offload.hosted(own) if division.offload is not None and hosted else own.clone()
-
-
 def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a bucket of parameters."""
     if device.type != "cpu" or not division.in_reach or division.gathering is not None:
@@ -287,11 +279,18 @@ def _memory(division: Division, numel: int, dtype: torch.dtype, device: torch.de
 def _kept(division: Division, own: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both in their kept memory: separate memory if units are gathered, and the host's if offloaded."""
     offload, same = division.offload, master is own
-    if division.gathering is not None:
-        if offload is None and not same and casts_fast(own.device):
-            return master, master
-        own = offload.hosted(own) if offload is not None and offload.parameters else own.clone()
-        master = own if same else master
+    if division.gathering is not None and offload is None and not same and casts_fast(own.device):
+        return master, master
+    own = _kept_own(division, own)
+    master = own if same else master
     if offload is not None and not (offload.parameters and same):
         master = offload.hosted(master)
     return own, master
+
+
+def _kept_own(division: Division, own: torch.Tensor) -> torch.Tensor:
+    """The shard that other ranks get, in its kept memory."""
+    if division.gathering is None:
+        return own
+    offload = division.offload
+    return offload.hosted(own) if offload is not None and offload.parameters else own.clone()
