@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,6 +150,19 @@ def test_a_copy_is_not_compiled() -> None:
     assert not backend.forwards
     model(torch.randn(2, 8))
     assert backend.forwards == LAYERS
+
+
+def copy_a_wrapped_model() -> None:
+    model, x = imece.DistributedDataParallel(made()), torch.randn(2, 8)
+    model.compile(backend="eager")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
+        torch.nn.utils.vector_to_parameters(torch.zeros(1000), copied.parameters())
+        assert torch.equal(copied(x), copied.module(x))
+
+
+def test_a_copy_of_a_wrapped_model_is_not_compiled() -> None:
+    """It would run with the parameters of the original."""
+    run_ranks(copy_a_wrapped_model, 1, backend="gloo")
 
 
 @pytest.mark.parametrize(

@@ -557,13 +557,13 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return Suspicion(self.module, self.process_group, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: without the group, which must be the default one, what belongs to it, and the
-        optimizers, which step this model."""
+        """For copy and pickle: without the group, which must be the default one, and what belongs to it, and
+        without the optimizers and the compiled code of this very model."""
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a model on the default process group can be pickled")
-        state = self.__dict__ | {"stepped_by": []}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["process_group"], state["reducer"]
-        return state
+        return state | {"stepped_by": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
