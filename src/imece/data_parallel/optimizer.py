@@ -41,6 +41,7 @@ _ELEMENT_WISE = frozenset(
 _NEVER = {
     "LBFGS": "it searches along one direction of all parameters together",
     "SparseAdam": "it takes sparse gradients only",
+    "ZeroRedundancyOptimizer": "it divides among ranks itself, as 'zero1' does with the optimizer in it",
 }
 _BY_PARAMETER = ("params", "param_names")  # lists in groups that are cut as the parameters are dealt out
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from imece import MixedPrecision, parallelize
 from tests.data_parallel.checks import Check, Job, jobs, passed
@@ -194,6 +195,11 @@ def refused(group: dist.ProcessGroup) -> None:
         "Mine cannot be sharded: it searches along one direction of all parameters together; use "
         "strategy='replicate' or another optimizer",
         lambda model: Mine(model.parameters()),
+    )
+    attempt(
+        "ZeroRedundancyOptimizer cannot be sharded: it divides among ranks itself, as 'zero1' does with the "
+        "optimizer in it; use strategy='replicate' or another optimizer",
+        lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group),
     )
     attempt("average='sample': one of ranks, samples, tokens", average="sample")
     attempt("units=Linear: a tuple of classes, (Linear,)", units=nn.Linear)
