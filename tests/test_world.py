@@ -204,6 +204,15 @@ def test_a_members_own_launcher() -> None:
     assert "IMECE_AGENT_PORT='0'" in refused({**member, "IMECE_AGENT_PORT": "0"})
 
 
+def test_a_host_of_the_job_may_be_missing() -> None:
+    member = {**TORCHRUN, "IMECE_MEMBER": "7"}
+    alone = {**member, "RANK": "1", "WORLD_SIZE": "2"}  # GROUP_WORLD_SIZE is still 2 hosts
+    assert not read_world(member).is_partial and read_world(alone).is_partial
+    assert read_world({**member, "IMECE_JOINING": "1"}).is_partial
+    # torchrun's own restarts count the hosts anew
+    assert not read_world(without(alone, "IMECE_MEMBER")).is_partial
+
+
 def test_hosts_are_told_apart() -> None:
     assert host_id({}) == host_id({}) != host_id({"IMECE_HOST": "a"})
     assert read_world({"IMECE_HOST": "a"}).host == "a"

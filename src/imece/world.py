@@ -52,6 +52,7 @@ class World:
     member: this process' number as a member of its job, which never changes; None if the launcher gives none.
     joining: this process was started to replace one that died, and is alone until the others take it in.
     agent_port: the loopback port of this host's launcher's store; None if ranks meet in that same store.
+    full_size: the number of ranks while no host of the job is missing; None if the launcher replaces nobody.
     """
 
     rank: int
@@ -66,6 +67,12 @@ class World:
     member: int | None = None
     joining: bool = False
     agent_port: int | None = None
+    full_size: int | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some ranks of the job are missing, or this one joins them and is alone until then."""
+        return self.full_size is not None and self.world_size < self.full_size
 
     @property
     def known_as(self) -> int:
@@ -123,6 +130,7 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
         job=claim.job if "MASTER_PORT" not in environ else None,
         member=_number(environ, MEMBER) if MEMBER in environ else None,
         agent_port=_agent_port(environ),
+        full_size=_full_size(environ),
     )
 
 
@@ -143,6 +151,7 @@ def _joining_world(environ: Mapping[str, str]) -> World:
         member=_number(environ, MEMBER),
         joining=True,
         agent_port=_agent_port(environ),
+        full_size=_full_size(environ),
     )
 
 
@@ -151,6 +160,13 @@ def _agent_port(environ: Mapping[str, str]) -> int | None:
     if MEMBER not in environ or AGENT_PORT not in environ:
         return None
     return _number(environ, AGENT_PORT, least=1, most=65_535)
+
+
+def _full_size(environ: Mapping[str, str]) -> int | None:
+    """None for whoever is no member. Each host of a job has equally many ranks."""
+    if MEMBER not in environ or "GROUP_WORLD_SIZE" not in environ:
+        return None
+    return _number(environ, "GROUP_WORLD_SIZE", least=1) * _number(environ, "LOCAL_WORLD_SIZE", least=1)
 
 
 def host_id(environ: Mapping[str, str] = os.environ) -> str:

@@ -407,15 +407,10 @@ def test_who_joins_with_another_base_is_refused(session: Session) -> None:
         session._take_counters(state)
 
 
-@pytest.mark.parametrize(
-    ("joining", "config_ranks", "agent_port", "expected"),
-    [(False, 0, None, 2), (True, 0, None, 4), (True, 6, 1234, 6), (True, 0, 1234, 1)],
-)
-def test_a_rank_that_joins_plans_for_all(
-    joining: bool, config_ranks: int, agent_port: int | None, expected: int
-) -> None:
+@pytest.mark.parametrize(("joining", "config_ranks", "expected"), [(False, 0, 2), (True, 0, 4), (True, 6, 6)])
+def test_a_rank_that_joins_plans_for_all(joining: bool, config_ranks: int, expected: int) -> None:
     """It is alone, and compiles for the micro-batches of the others."""
-    world = SimpleNamespace(joining=joining, agent_port=agent_port, local_world_size=4)
+    world = SimpleNamespace(joining=joining, full_size=4)
     mesh: Any = SimpleNamespace(world=world, world_size=1 if joining else 2)
     assert _first_ranks(TrainConfig(ranks=config_ranks), mesh) == expected
 

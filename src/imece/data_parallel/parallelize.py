@@ -134,8 +134,8 @@ def parallelize(
         _check_part(chosen, average)
     if precision is not None and not chosen.optimizer:
         raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
-    joins = isinstance(arranged, Mesh) and arranged.world.joining  # it is alone for now, and will not stay so
-    groups, meta = ShardGroups.of(chosen, arranged, spread=joins), is_meta(model)
+    partial = isinstance(arranged, Mesh) and arranged.world.is_partial  # its hosts are not what they will be
+    groups, meta = ShardGroups.of(chosen, arranged, spread=partial), is_meta(model)
     home = _home(model, arranged) if meta else None
     hosted = _offload(offload, chosen, model, optimizers, home) if offload is not None else None
     if not chosen.optimizer:

@@ -59,8 +59,8 @@ def usual_strategy(ranks: Mesh | dist.ProcessGroup) -> Strategy:
 
 
 def _has_several_hosts(mesh: Mesh) -> bool:
-    # A rank that joins knows only itself; but only a launcher of several hosts has an agent on each.
-    return len(mesh.hosts) > 1 or (mesh.world.joining and mesh.world.agent_port is not None)
+    # A rank that joins knows only itself, and others may be missing.
+    return len(mesh.hosts) > 1 or (mesh.world.full_size or 0) > mesh.world.local_world_size
 
 
 @dataclass(frozen=True)

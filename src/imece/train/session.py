@@ -406,11 +406,9 @@ def _inputs(
 def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
     """The number of ranks that the run began with; a rank that joins, and is alone, takes it from its
     launcher."""
-    world = mesh.world
-    if not world.joining:
+    if not mesh.world.joining:
         return mesh.world_size
-    several_hosts = world.agent_port is not None
-    return config.ranks or (1 if several_hosts else world.local_world_size)
+    return config.ranks or mesh.world.full_size or 1
 
 
 def _new_model(
