@@ -254,6 +254,27 @@ def a_loss_of_gradients_comes_second(group: dist.ProcessGroup) -> None:
         same(gradients(model), expected)
 
 
+class Manual(Scores):
+    """Trains in forward, as with Lightning's manual optimization."""
+
+    def forward(self, x: torch.Tensor, picked: list[int] | None = None) -> torch.Tensor:
+        scores = super().forward(x, picked)
+        if torch.is_grad_enabled():
+            scores.square().sum().backward()
+        return scores.detach()
+
+
+def a_backward_inside_of_forward(group: dist.ProcessGroup) -> None:
+    model = wrap(double(Manual()), group)
+    for step in range(3):
+        expected = mean_over(
+            group, model.module, lambda m, at: Scores.forward(m, own_input(at)).square().sum(), step
+        )
+        model.zero_grad()
+        model(own_input(step))
+        same(gradients(model), expected)
+
+
 def of_two_forwards_each_as_it_was(group: dist.ProcessGroup) -> None:
     """One in no_sync stays local, though another one was prepared before its backward."""
 
@@ -348,6 +369,7 @@ CHECKS: dict[str, Check] = {
     "an output changed in place": an_output_changed_in_place,
     "a loss of gradients": a_loss_of_gradients_alone,
     "a loss of gradients after another": a_loss_of_gradients_comes_second,
+    "inside of forward": a_backward_inside_of_forward,
     "of two forwards": of_two_forwards_each_as_it_was,
     "checkpointed from outside": checkpointed_from_outside,
     "compiled as a whole": compiled_as_a_whole,

@@ -74,6 +74,7 @@ class Reducer:
         self._touched = self._zeros[:]  # the same: in one that was not synchronised
         self._closed = False
         self.armed = False  # a forward was prepared: the next gradient begins its backward, by outputs or not
+        self.inside = False  # a prepared forward is running, and may have a backward of its own
         self._derived = False  # torch.autograd.grad(create_graph=True) came through its outputs
         self._local = False  # this backward comes through an output of a forward in no_sync
         self._syncing = False
@@ -165,13 +166,13 @@ class Reducer:
     def arm(self, synchronise: bool) -> None:
         """After a forward with gradients. synchronise: `prepare` was called before it."""
         self._derived = self._derived and self.armed and synchronise  # no backward has come since then
-        self.armed = synchronise
+        self.armed, self.inside = synchronise, False
 
     @property
     def _awaits_any(self) -> bool:
         """Whether the next gradient begins a backward, by outputs or not: one of gradients may lead through
-        none, and may come after one of the outputs they are of."""
-        return self.armed or self._derived
+        none, and may come after one of the outputs they are of; one inside of forward has none yet."""
+        return self.armed or self._derived or self.inside
 
     def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
         """A hook on an output of a prepared forward. behind: the graph's edges that its gradient goes

@@ -404,6 +404,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
             self.reducer.prepare()
+        self.reducer.inside = synchronise
 
     def _rates(self) -> list[float]:
         return rates_of(each for known in self.stepped_by if (each := known()) is not None)
