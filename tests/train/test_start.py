@@ -124,6 +124,16 @@ def test_of_many_texts_the_first_are_named(tmp_path: Path) -> None:
         assert said.replace(f"{tmp_path}/", "").startswith(f"{named}, ")
 
 
+def test_a_text_for_validation_is_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name} and more\n")
+    data = DataSection(paths=(str(tmp_path),), validation=(str(tmp_path / "b.txt"),), tokenizer="bytes")
+    config = TrainConfig(data=data)
+    prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+    said = start.describe_data(prepared, config)
+    assert f"{tmp_path}, for validation {tmp_path}/b.txt: 2 files, " in said and "50 % of them" in said
+
+
 def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
     """The share that is held out is that of the text, whatever was asked for."""
     lines = [json.dumps({"text": "h" * size}) + "\n" for size in (99, 199, 9999)]

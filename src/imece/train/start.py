@@ -284,6 +284,8 @@ def _memory(session: Session) -> str:
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     """The text in one line."""
     name = some(config.data.paths, _NAMED) or "Python standard library"  # a shell's pattern may name many
+    if config.data.validation:
+        name += f", for validation {some(config.data.validation, _NAMED)}"
     tokens = _tokens(prepared)
     skipped = (
         f", {many(prepared.tokens.skipped, 'file')} left out as not text" if prepared.tokens.skipped else ""
