@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import imece
+from imece.checkpoint.load import all_steps
 from imece.errors import UserError
 from imece.models.transformer import Transformer
 from imece.train.config import ComputeSection, MeshSection, OptimizerSection, TrainConfig
@@ -38,13 +40,15 @@ def curve(run: Path) -> list[float]:
 
 
 def rank_1_dies() -> None:
-    """In the middle of its seventh step, once."""
+    """In the middle of its seventh step, once, when what was saved after the fourth is on the disk."""
     run = Step.run
 
     def once(self: Step, index: int, lr: float) -> Any:
         flag = Path(os.environ["FLAG"])
         if os.environ["RANK"] == "1" and index == 6 and not flag.exists():
             flag.touch()
+            while not all_steps(flag.with_name("dies") / "checkpoints"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return run(self, index, lr)
 
