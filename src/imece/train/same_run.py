@@ -13,11 +13,8 @@ from imece.train.config_file import as_toml
 
 _MOST_NAMED = 3  # further values named in a message, after the first that differs
 
-_PLACES = (
-    "data.paths",
-    "data.validation",
-    "model.weights",
-)  # where the run found things of which it has its own copy
+# Where the run found things of which it has its own copy.
+_PLACES = ("data.paths", "data.validation", "model.weights")
 
 # Options that may change when a run goes on: none that changes what it computes, except the numbers of ranks
 # and of steps. Gradients are averaged over tokens, so more ranks only change the rounding.
