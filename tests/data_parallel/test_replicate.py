@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -787,7 +788,27 @@ def one_rank_alone_evaluates(group: dist.ProcessGroup) -> None:
             model.check_parameters()
 
 
+def rows_that_forward_shortens(group: dist.ProcessGroup) -> None:
+    """Each rank shortens the rows that it looks up: a warning says so, and its cure keeps ranks alike."""
+    with pytest.warns(
+        UserWarning, match=r"^0 has max_norm=1\.0: .* drift apart.*weight\.renorm_\(2\.0, 0, 1"
+    ):
+        model = wrap(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), group)
+    words = torch.arange(2) + 2 * dist.get_rank()
+    model(words).sum().backward()
+    with pytest.raises(MismatchError, match=r"drifted apart: 0\.weight"):
+        model.check_parameters()
+    with warnings.catch_warnings(action="error"):
+        model = wrap(nn.Sequential(nn.Embedding(9, 4)), group)
+    model(words).sum().backward()
+    with model.gathered(write=True), torch.no_grad():
+        model.module[0].weight.renorm_(2.0, 0, 1.0)
+    assert model.module[0].weight.norm(dim=1).max() < 1.001
+    model.check_parameters()
+
+
 CHECKS: dict[str, Check] = {
+    "rows that forward shortens": rows_that_forward_shortens,
     "one rank alone evaluates": one_rank_alone_evaluates,
     "beside collectives in its graph": beside_collectives_in_its_graph,
     "a flag out of habit": a_flag_out_of_habit,

@@ -82,6 +82,19 @@ def trained(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, torc
     return named
 
 
+def warn_of_max_norm(module: nn.Module) -> None:
+    """Warn of embeddings with max_norm: forward shortens the rows that this rank looks up, on this rank."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            warnings.warn(
+                f"{name or 'the module'} has max_norm={each.max_norm}: a forward shortens the rows that its "
+                f"own rank looks up, so the ranks' parameters drift apart. Leave max_norm out, and shorten "
+                f"all rows after each step, inside of `with model.gathered(write=True):` and no_grad: "
+                f"weight.renorm_({each.norm_type}, 0, {each.max_norm})",
+                stacklevel=3,
+            )
+
+
 def refuse_meta(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """ValueError that names a parameter or buffer on the meta device."""
     for name, each in named:

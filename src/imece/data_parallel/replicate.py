@@ -128,6 +128,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._frozen = [(name, each) for name, each in module.named_parameters()
                         if not each.requires_grad and name not in self.parameters_to_ignore]  # fmt: skip
         self._refuse_shared(named)
+        if self.process_group.size() > 1:
+            arguments.warn_of_max_norm(module)
         self.device = named[0][1].device
         self.device_type = self.device.type
         devices = {each.device for _, each in named}
