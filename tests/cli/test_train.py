@@ -21,7 +21,9 @@ import pytest
 from imece.cli import train
 from imece.cli.main import main
 from imece.cli.options import option_names
+from imece.data.batches import Batches
 from imece.data.prepare import prepare
+from imece.data.tokens import open_tokens
 from imece.errors import UserError
 from imece.launch.generations import Limits
 from imece.train import start
@@ -290,6 +292,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--model.warmup=1"], r"--model\.warmup; did you mean --optimizer\.warmup\?"),
         (["--config", "a.toml"], r"--config; did you mean imece train FILE\.toml\?"),
         (["--save_steps", "9"], r"--save_steps; did you mean --checkpoint\.every\?"),
+        (["--num_train_epochs", "3"], r"--num_train_epochs; did you mean --epochs\?"),
         (["--every=1"], r"--every; did you mean --validate\.every or --checkpoint\.every\?"),
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
         (["--strategy=zero9"], r"^--strategy 'zero9': one of auto, replicate, zero1.*did you mean zero"),
@@ -302,6 +305,12 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--optimizer.lr=nan"], r"^optimizer\.lr is nan: at least 0$"),
         (["--seed=-1"], r"seed is -1: from 0 to 9223372036854775807"),
         (["--seed=99999999999999999999"], r"seed is 99999999999999999999: from 0 to"),
+        (["--epochs=nan"], r"^epochs is nan: at least 0$"),
+        (["--epochs=1e9"], r"^epochs is 1000000000\.0: at least 0, at most 1000000$"),
+        (
+            ["--steps=9", "--epochs=2"],
+            "^--steps 9 has no effect beside epochs = 2: give one of them, or --epochs 0$",
+        ),
         (
             ["--data.held-out=0.1", "--data.validation=a"],
             "--data.held-out 0.1 has no effect beside data.valid",
@@ -501,6 +510,10 @@ def test_fewer_steps_than_are_done(
     run = tmp_path / "run"
     said = mistake("--run", run, "--steps=39")
     assert said == f"{run} has 40 steps already, more than --steps 39: at least 40"
+    assert files(run) == before
+    epochs = Batches(open_tokens(run / "tokens").train, 16, 12, 1).epoch(39)
+    said = mistake("--run", run, f"--epochs={epochs}")
+    assert said == f"{run} has 40 steps already, more than the 39 of --epochs {epochs:g}: at least 40"
     assert files(run) == before
     assert main(["train", "--run", str(run), "--steps=40"]) == 0 and len(launched) == 1
 

@@ -229,6 +229,13 @@ def test_the_epoch_counts_targets(one: Batches, step: int) -> None:
     assert one.epoch(step) * len(one.part.tokens) == pytest.approx(step * one.seq * one.global_batch)
 
 
+@given(batches(), st.floats(0, 9) | st.integers(0, 9))
+def test_the_fewest_steps_that_are_so_many_epochs(one: Batches, epochs: float) -> None:
+    steps = one.steps(epochs)
+    assert one.epoch(steps) >= epochs * (1 - 1e-12)
+    assert steps == 1 or one.epoch(steps - 1) < epochs
+
+
 def test_as_large_as_a_step_may_be() -> None:
     part = part_of([[1, 2, 3], [4, 5]])
     one = Batches(part, 7, 1, seed=0)

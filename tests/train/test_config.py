@@ -73,6 +73,7 @@ CONFIGS = some(
     run=WORDS,
     ranks=COUNTS_OR_0,
     steps=COUNTS,
+    epochs=st.floats(0, 1_000_000),
     strategy=st.sampled_from(get_args(Strategy)),
     seed=st.integers(0, 2**63 - 1),
     model=models(),
@@ -255,7 +256,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 # A value for each field that is none of TrainConfig()'s.
 OTHER: dict[str, Any] = {
-    "run": "x", "ranks": 3, "steps": 9, "strategy": "ddp", "seed": 2, "model.preset": "tiny",
+    "run": "x", "ranks": 3, "steps": 9, "epochs": 0.5, "strategy": "ddp", "seed": 2, "model.preset": "tiny",
     "model.weights": "x",
     "model.layers": 1, "model.width": 64, "model.heads": 4, "model.kv_heads": 2, "model.mlp_width": 8,
     "model.max_seq": 9, "model.tied_head": False, "data.paths": ("a",), "data.field": "body",
@@ -291,7 +292,7 @@ def test_every_value_has_another_here() -> None:
 def test_the_list_of_what_may_change() -> None:
     """Written out once more: whoever makes it longer has to say here that the run stays the same."""
     expected = {
-        "run", "ranks", "steps", "data.folder",
+        "run", "ranks", "steps", "epochs", "data.folder",
         "strategy", "mesh.context", "mesh.tensor", "mesh.sequence", "mesh.pipeline", "mesh.schedule",
         "batch.micro", "compute.compile", "compute.recompute", "compute.offload",
         "compute.bad_steps", "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.keep",

@@ -30,6 +30,8 @@ def test_commands_can_be_copied(run: str, word: str) -> None:
     commands = dict(next_commands(session, True))
     assert shlex.split(commands["next"]) == ["imece", "sample", word, "--prompt", "class Queue("]
     assert shlex.split(commands["longer"]) == ["imece", "train", "--run", word, "--steps", "6"]
+    session.config = TrainConfig(steps=7, epochs=1.5)
+    assert dict(next_commands(session, True))["longer"].endswith(" --epochs 3")
 
 
 def test_what_is_kept_when_the_last_checkpoint_is_not(tmp_path: Path) -> None:

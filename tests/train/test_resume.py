@@ -291,6 +291,24 @@ def ends(folder: str) -> None:
     assert "has its 14 steps" in train(["--run", run], path).out
 
 
+def in_epochs(folder: str) -> None:
+    """A run that counts in epochs, and is made longer."""
+    path = Path(folder)
+    first = train(options(path, "run", "--ranks=1", "--epochs=0.5"), path)
+    run, half = path / "run", last(path / "run").step
+    assert f"steps   {half}, " in first.out and first.status == 0
+    assert "epochs = 0.5\n" in (run / "config.toml").read_text()
+    assert f" --run {run} --epochs 1\n" in first.out
+    assert f"{run} has its {half} steps: a larger --epochs goes on" in train(["--run", run], path).out
+    assert train(["--run", run, "--epochs=1.5"], path).status == 0
+    before, reached = (record["epoch"] for record in records(run)[-2:])
+    assert len(records(run)) == last(run).step > half and before < 1.5 <= reached
+
+
+def test_epochs(tmp_path: Path) -> None:
+    in_fork(in_epochs, str(tmp_path))
+
+
 @pytest.mark.slow
 def test_longer_shorter_and_finished(tmp_path: Path) -> None:
     in_fork(ends, str(tmp_path))

@@ -49,7 +49,8 @@ _ELSEWHERE = {
     for ours, names in {
         f"{PROG} FILE.toml": "config config-file",
         "--run": "output-dir out-dir resume resume-from-checkpoint",
-        "--steps": "max-steps epochs num-train-epochs max-epochs",
+        "--steps": "max-steps",
+        "--epochs": "num-train-epochs num-epochs max-epochs",
         "--strategy": "deepspeed fsdp",
         "--from": "model-name-or-path pretrained-model-name-or-path checkpoint-dir",
         "--model.max-seq": "seq-len seq-length block-size max-length max-seq-length max-seq-len",
@@ -148,7 +149,8 @@ def read_config(words: list[str]) -> TrainConfig:
 
 
 def _check_effects(words: Sequence[str], config: TrainConfig) -> None:
-    """UserError for an option without an effect: a schedule, or a batch in sequences beside one in tokens.
+    """UserError for an option without an effect: a schedule, steps beside epochs, a batch in sequences beside
+    one in tokens, and the like.
     One from a run or a file may stay, and so may a schedule beside `--mesh.pipeline 1`."""
     named = {word.partition("=")[0] for word in words}
     if config.mesh.pipeline == 1 and "--mesh.schedule" in named and "--mesh.pipeline" not in named:
@@ -159,6 +161,11 @@ def _check_effects(words: Sequence[str], config: TrainConfig) -> None:
     if config.data.validation and "--data.held-out" in named:
         raise UserError(
             f"--data.held-out {config.data.held_out} has no effect beside data.validation: give one of them"
+        )
+    if config.epochs and "--steps" in named:
+        raise UserError(
+            f"--steps {config.steps} has no effect beside epochs = {config.epochs:g}: give one of them, or "
+            "--epochs 0"
         )
     if config.batch.tokens and "--batch.sequences" in named:
         raise UserError(

@@ -16,6 +16,7 @@ the next epoch.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ class Batches:
     def epoch(self, step: int) -> float:
         """How many times all documents were targets before this step, for instance 1.25."""
         return step * self.tokens_per_step / self.tokens_per_epoch
+
+    def steps(self, epochs: float) -> int:
+        """The fewest steps, at least 1, that read all documents this many times."""
+        return max(1, math.ceil(epochs * self.tokens_per_epoch / self.tokens_per_step))
 
     def sequences(self, step: int) -> Tokens:
         """The global batch, [global_batch, seq + 1]: inputs are [:, :-1], targets [:, 1:].

@@ -45,6 +45,7 @@ MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML hold none larger
 _LEAST_EPS = 1e-37  # anything much smaller is 0 in float32, and an update from a gradient of 0 would be 0/0
 
 
+_MOST_EPOCHS = 1_000_000
 _MOST_PARTS = 100_000
 """Most parts in which drift is compared, one per step: all of them are listed in memory."""
 
@@ -376,6 +377,8 @@ class TrainConfig:
     """Processes that train together; 0: one for each GPU, or without GPUs 2 (1 on a single core)."""
     steps: int = 250
     """Optimizer steps in all. A larger number makes a finished run go on."""
+    epochs: float = 0.0
+    """How many times to read the text, 0.5 for half of it: instead of steps. 0: not used."""
     #: What each rank holds. replicate (also ddp, NO_SHARD): everything; zero1: a part of the optimizer's
     #: state; zero2 (SHARD_GRAD_OP): also of gradients; zero3 (fsdp, FULL_SHARD): also of parameters; hybrid,
     #: hybrid_zero2: parts within a host, replicas between hosts. auto: the fastest by the planner if imece
@@ -398,6 +401,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _least("ranks", self.ranks, 0)
         _least("steps", self.steps, 1)
+        _least("epochs", self.epochs, 0, most=_MOST_EPOCHS)
         if not 0 <= self.seed <= MOST:
             raise ValueError(f"seed is {reprlib.repr(self.seed)}: from 0 to {MOST}")
 

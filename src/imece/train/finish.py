@@ -96,10 +96,12 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
     report = ("open", str(path / "report.html"))
     if not usable:
         return [report]
-    prompt = "" if session.config.data.paths else ' --prompt "class Queue("'
+    config = session.config
+    longer = f"--epochs {2 * config.epochs:g}" if config.epochs else f"--steps {2 * config.steps}"
+    prompt = "" if config.data.paths else ' --prompt "class Queue("'
     return [
         ("next", f"imece sample {run}{prompt}"),
-        ("longer", f"imece train --run {run} --steps {2 * session.config.steps}"),
+        ("longer", f"imece train --run {run} {longer}"),
         report,
     ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.checkpoint.load import Saved, all_steps, best, newest, of_step
+from imece.data.batches import Batches
 from imece.data.build import discard
 from imece.data.files import other_place
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -96,7 +97,7 @@ class RunFolder:
 
         Returns the config file's previous content, None if there was none. lock: the folder's; it is taken
         before anything changes. UserError if another command is running this run, if the folder holds another
-        run, one with more steps, one whose checkpoints are gone, or files that are no run, or if it cannot be
+        run, one whose checkpoints are gone, or files that are no run, or if it cannot be
         written.
         """
         made = self.to_make()
@@ -116,7 +117,6 @@ class RunFolder:
             before = None
             if self.config_file.exists():  # perhaps only since a moment ago
                 self._check_same(config)
-                self._check_steps(config)
                 self._check_checkpoints()
                 before = self.config_file.read_bytes()
             for leftover in self._leftovers():
@@ -218,13 +218,19 @@ class RunFolder:
             config.check_origin()  # checks the options together with the values that they change
             self._discard(before)
 
-    def _check_steps(self, config: TrainConfig) -> None:
+    def with_steps(self, config: TrainConfig, batches: Batches) -> TrainConfig:
+        """`config` with the steps that its epochs come to, if it counts in epochs. UserError if the run has
+        made more."""
+        asked = f"--steps {config.steps}"
+        if config.epochs:
+            config = dataclasses.replace(config, steps=batches.steps(config.epochs))
+            asked = f"the {config.steps} of --epochs {config.epochs:g}"
         done = max(all_steps(self.checkpoints), default=0)  # counts damaged ones too: they may be repaired
         if done > config.steps:
             raise UserError(
-                f"{self.path} has {many(done, 'step')} already, more than --steps {config.steps}: "
-                f"at least {done}"
+                f"{self.path} has {many(done, 'step')} already, more than {asked}: at least {done}"
             )
+        return config
 
     def _check_checkpoints(self) -> None:
         """UserError if the folder of checkpoints is gone. It exists before the first step, so a run that was

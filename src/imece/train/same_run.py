@@ -16,13 +16,14 @@ _MOST_NAMED = 3  # further values named in a message, after the first that diffe
 # Where the run found things of which it has its own copy.
 _PLACES = ("data.paths", "data.validation", "model.weights")
 
-# Options that may change when a run goes on: none that changes what it computes, except the numbers of ranks
-# and of steps. Gradients are averaged over tokens, so more ranks only change the rounding.
+# Options that may change when a run goes on: none that changes what it computes, except the numbers of ranks,
+# steps and epochs. Gradients are averaged over tokens, so more ranks only change the rounding.
 MAY_CHANGE = frozenset(
     {
         "run",
         "ranks",
         "steps",
+        "epochs",
         "strategy",
         "mesh.context",
         "mesh.tensor",

@@ -100,7 +100,9 @@ class Session:
         UserError for unusable data, batch or checkpoint.
         """
         folder = RunFolder(config.folder)
-        prepared, shape, plan, batches, precision = together(mesh, lambda: _inputs(config, folder, mesh))
+        config, prepared, shape, plan, batches, precision = together(
+            mesh, lambda: _inputs(config, folder, mesh)
+        )
         check_same_tokens(prepared, mesh)
         model, bare = _new_model(config, shape, precision, mesh)
         model.checkpoint_blocks = config.compute.recompute
@@ -388,8 +390,9 @@ class Session:
 
 def _inputs(
     config: TrainConfig, folder: RunFolder, mesh: Mesh
-) -> tuple[Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
-    """What a run reads and how, before there is a model. UserError for what does not fit together."""
+) -> tuple[TrainConfig, Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
+    """What a run reads and how, before there is a model; the config has the steps of its epochs. UserError
+    for what does not fit together."""
     keep(config)
     # The others read the tokens that were there when they began; the text may have changed since.
     get = reopen if mesh.world.joining else prepare
@@ -400,7 +403,8 @@ def _inputs(
     groups = _first_ranks(config, mesh) // divide.size
     plan = plan_batch(config.batch, seq, groups, divide)
     batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
-    return prepared, shape, plan, batches, choose_precision(config.compute.dtype, mesh.device)
+    precision = choose_precision(config.compute.dtype, mesh.device)
+    return folder.with_steps(config, batches), prepared, shape, plan, batches, precision
 
 
 def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:

@@ -80,7 +80,8 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
         if config.lora.rank:
             open_base(config, folder)
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
-        Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+        batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+        folder.with_steps(config, batches)
     return ranks
 
 
@@ -136,7 +137,8 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
         joined = session.begin()
         if joined is None and _is_finished(session):
             if mesh.rank == 0:
-                print(f"{folder.path} has its {config.steps} steps: a larger --steps goes on")
+                longer = "--epochs" if config.epochs else "--steps"
+                print(f"{folder.path} has its {session.config.steps} steps: a larger {longer} goes on")
             return 0
         return _train(session, stop, joined)
 
