@@ -56,11 +56,26 @@ def test_a_runs_own_shape_with_what_others_have(other: dict[str, Any]) -> None:
 
 
 def test_published_models_have_their_published_parameters() -> None:
+    """As their files on Hugging Face have them; Llama's older ones as in its papers."""
     published = {
         "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-2-7b": 6_738_415_616,
         "llama-2-13b": 13_015_864_320, "llama-30b": 32_528_943_616, "llama-65b": 65_285_660_672,
+        "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120,
+        "smollm2-1.7b": 1_711_376_384, "smollm3-3b": 3_075_098_624, "qwen2.5-0.5b": 494_032_768,
+        "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512,
+        "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648,
+        "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
+        "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+        "qwen3-30b-a3b": 30_532_122_624, "mistral-7b": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+        "mistral-nemo": 12_247_782_400, "mistral-small-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704,
+        "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+        "gemma-3-1b": 999_885_952, "phi-3-mini": 3_821_079_552, "phi-3-medium": 13_960_238_080,
+        "phi-4": 14_659_507_200, "phi-4-mini": 3_836_021_760, "gpt2": 124_439_808, "gpt2-medium": 354_823_168,
+        "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     }  # fmt: skip
     assert {name: MODELS[name].parameters for name in published} == published
+    without_files = {"gpt-3-175b", "megatron-530b", "megatron-1t"}
+    assert not MODELS.keys() - published - PRESETS.keys() - without_files
 
 
 @pytest.mark.parametrize(
@@ -77,9 +92,14 @@ def test_a_size_means_the_published_model_of_it(size: str, name: str) -> None:
         ("Llama-3.1-8B", "llama-8b"), ("meta-llama/Meta-Llama-3-70B-Instruct", "llama-70b"),
         ("meta-llama/Llama-3.1-405B", "llama-405b"), ("meta-llama/Llama-3.3-70B-Instruct", "llama-70b"),
         ("meta-llama/Llama-3.2-1B-Instruct", "llama-3.2-1b"), ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"), ("Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"), ("Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-Nemo-Base-2407", "mistral-nemo"), ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"), ("openai-community/gpt2", "gpt2"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
     ],
 )  # fmt: skip
-def test_names_as_meta_has_them(written: str, name: str) -> None:
+def test_names_as_their_makers_have_them(written: str, name: str) -> None:
     assert find_model(written) is MODELS[name]
 
 
@@ -401,7 +421,7 @@ def test_a_file_that_is_none(content: str, tmp_path: Path) -> None:
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(UserError, match="did you mean llama-8b"):
         find_model("lama-8b")
-    with pytest.raises(UserError, match="there are tiny, small"):
+    with pytest.raises(UserError, match=r"there are tiny, small, .*, smollm2-135m\|360m\|1\.7b, .*, gpt2,"):
         find_model("zzz")
     with pytest.raises(UserError, match="from 1M to 20T"):
         find_model("900T")

@@ -44,8 +44,8 @@ class PlanOptions:
     """Options of `imece plan`."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A preset (llama-8b), a size (7B), a config.json of Hugging Face, or file.py:function that builds the
-    model."""
+    """A published model (llama-8b, Qwen/Qwen2.5-7B; a wrong name lists all), a size (7B), a config.json of
+    Hugging Face, or file.py:function that builds the model."""
     gpus: str = ""
     """GPUs, as number x kind: 8xH100. More than 8 are spread over hosts of 8: 1024xH100."""
     hosts: int = 0

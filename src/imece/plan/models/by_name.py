@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import os
 import re
@@ -15,56 +16,29 @@ from imece.models.presets import PRESETS
 from imece.plan.models.from_code import read_code
 from imece.plan.models.from_config import CONFIG, read_config
 from imece.plan.models.model import Model, from_shape
+from imece.plan.models.published import published
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
-_OF_META = re.compile(r"(?:meta-llama/)?(?:meta-)?(llama-.+?)(?:-(?:instruct|chat|hf))*")
+_OWNER = re.compile(r"(?:[\w.-]+/)?(?:meta-(?=llama))?")
+_KINDS = re.compile(r"-(?:instruct|chat|base|hf|it|pt)(?=-|$)")  # of the same shape
+_VERSION = re.compile(r"(?:-(?:\d{4}|v\d+(?:\.\d+)?|\d+k))+$")
 _LLAMA_3 = re.compile(r"llama-3(?:\.[13])?-(?=(?:8|70|405)b$)")  # all of the same shapes, unlike 3.2
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _LEAST, _MOST = 1e6, 20e12  # parameters
 _NEAR = 0.06  # a size means a published model if it is no further off
 _ASPECT = 100  # width over layers: 60 to 130 in published models
 
-
-def _llama(
-    name: str, layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, vocab_size: int = 32000,
-    tied: bool = False,
-) -> Model:  # fmt: skip
-    return Model(
-        name, layers, width, heads, kv_heads, width // heads, mlp_width, gated=True, vocab_size=vocab_size,
-        tied_head=tied,
-    )  # fmt: skip
-
-
-def _gpt(name: str, layers: int, width: int, heads: int) -> Model:
-    return Model(
-        name, layers, width, heads, heads, width // heads, 4 * width, gated=False, vocab_size=51200,
-        learned_positions=2048, biases=True, norm="layer", ours=False,
-    )  # fmt: skip
-
-
-# Published shapes that a size may mean, from the Llama papers (2302.13971, 2307.09288, 2407.21783), GPT-3 and
-# the larger ones of Narayanan et al. 2021, table 1.
-_PUBLISHED = (
-    _llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, 128256, tied=True),
-    _llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, 128256, tied=True),
-    _llama("llama-2-7b", 32, 4096, 32, 32, 11008),
-    _llama("llama-2-13b", 40, 5120, 40, 40, 13824),
-    _llama("llama-30b", 60, 6656, 52, 52, 17920),
-    _llama("llama-65b", 80, 8192, 64, 64, 22016),
-    _gpt("gpt-3-175b", 96, 12288, 96),
-    _gpt("megatron-530b", 105, 20480, 128),
-    _gpt("megatron-1t", 128, 25600, 160),
-)
+_OF_A_SIZE = re.compile(r"(llama|gpt-3|megatron)-.+")  # what a size may mean, beside presets
 
 MODELS: Mapping[str, Model] = MappingProxyType(
-    {name: from_shape(name, shape) for name, shape in PRESETS.items()}
-    | {each.name: each for each in _PUBLISHED}
+    {name: from_shape(name, shape) for name, shape in PRESETS.items()} | published()
 )
+_SIZES = [each for name, each in MODELS.items() if name in PRESETS or _OF_A_SIZE.fullmatch(name)]
 
 
 def find_model(text: str) -> Model:
-    """A preset ("llama-8b", also under Meta's name "meta-llama/Llama-3.1-8B-Instruct"), a size ("7B"), a
-    config.json or its folder, or "file.py:function".
+    """A preset or published model by its name ("llama-8b", or "meta-llama/Llama-3.1-8B-Instruct"), a size
+    ("7B"), a config.json or its folder, or "file.py:function".
 
     UserError, with the nearest names, for anything else, and for a file that cannot be used.
     """
@@ -77,18 +51,28 @@ def find_model(text: str) -> Model:
     if path.suffix == ".json" or path.is_absolute() or os.path.isfile(path / CONFIG):
         return read_config(path if path.suffix == ".json" else path / CONFIG)
     name = text.strip().lower()
-    if of_meta := _OF_META.fullmatch(name):
-        name = _LLAMA_3.sub("llama-", of_meta[1])
-    if name in MODELS:
-        return MODELS[name]
+    if not path.exists():
+        name = _LLAMA_3.sub("llama-", _KINDS.sub("", _OWNER.sub("", name)))
+    for each in (name, _VERSION.sub("", name)):
+        if each in MODELS:
+            return MODELS[each]
     size = _SIZE.fullmatch(text.strip())
     if size:
         return of_size(float(size[1]) * _UNITS[size[2].lower()], text.strip())
     near = difflib.get_close_matches(name, MODELS, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(MODELS)}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_listed())}."
     raise UserError(
         f"unknown model {text!r}: {hint} A size (7B), a Hugging Face {CONFIG} and file.py:function do too"
     )
+
+
+def _listed() -> list[str]:
+    """All names, those of a family in one: llama-3.2-1b|3b."""
+    families = itertools.groupby(MODELS, lambda name: name.rpartition("-")[:2])
+    return [
+        f"{family}{dash}{'|'.join(name.rpartition('-')[2] for name in names)}" if dash else ", ".join(names)
+        for (family, dash), names in families
+    ]
 
 
 def of_size(parameters: float, name: str) -> Model:
@@ -96,8 +80,8 @@ def of_size(parameters: float, name: str) -> Model:
     20T."""
     if not _LEAST <= parameters <= _MOST:
         raise UserError(f"a model of {name} parameters: from 1M to 20T can be planned for")
-    of_its_size = [each for each in MODELS.values() if each.name.endswith(f"-{name.lower()}")]
-    nearest = min(of_its_size or MODELS.values(), key=lambda each: _apart(each, parameters))
+    of_its_size = [each for each in _SIZES if each.name.endswith(f"-{name.lower()}")]
+    nearest = min(of_its_size or _SIZES, key=lambda each: _apart(each, parameters))
     return nearest if of_its_size or _apart(nearest, parameters) <= _NEAR else _like(parameters, name)
 
 

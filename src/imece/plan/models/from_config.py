@@ -336,6 +336,17 @@ def _others(model: Model, family: _Family) -> int:
     return found + (model.vocab_size if family.head_biases else 0)
 
 
+def fields_of(kind: str) -> dict[str, str]:
+    """The names that files of this `model_type` have for the numbers of a shape."""
+    family = _FAMILIES[kind]
+    return {
+        "layers": family.layers, "width": family.width, "heads": family.heads, "mlp_width": family.mlp_width,
+        "positions": family.positions or _POSITIONS, "experts": family.experts, "window": _WINDOW,
+        "kv_heads": "num_key_value_heads", "head_width": "head_dim", "vocab_size": "vocab_size",
+        "active_experts": "num_experts_per_tok",
+    }  # fmt: skip
+
+
 def is_known(content: Mapping[str, Any]) -> bool:
     """Whether it is of a known kind, or has a text decoder that is."""
     return content.get("model_type") in _FAMILIES or isinstance(content.get("text_config"), dict)
