@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from imece.launch.hosts.events import Event
+from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.network import Network
 from imece.world import LOOPBACK
 
@@ -26,6 +26,7 @@ class Agent(Network):
     ) -> None:
         super().__init__(token, me, job, **{"silent_s": 60.0, **more})
         self.me, self.seen = me, list[Event]()
+        self.links: dict[int, Up] = {}  # the last one to each host
         self.address = LOOPBACK, port
 
     def __enter__(self) -> Agent:
@@ -42,7 +43,24 @@ class Agent(Network):
             self.seen += self.events()
         event = self.seen.pop(0)
         assert isinstance(event, kind), f"{event} and not {kind.__name__}"
+        if isinstance(event, Up):
+            self.links[event.host] = event
         return event
+
+    def tell(self, host: int, message: dict[str, Any]) -> None:
+        """Send it on the last link to that host."""
+        self.send(self.links[host], message)
+
+    def hears(self, host: int) -> dict[str, Any]:
+        """What that host says next, on its last link."""
+        said = self.next(Said)
+        assert (said.host, said.link) == (host, self.links[host].link)
+        return said.message
+
+    def loses(self, host: int, why: str, surely: bool, told: bool = False) -> None:
+        """The next event is the end of the last link to that host, or of a dial if there was none."""
+        link = self.links[host].link if host in self.links else None
+        assert self.next(Down) == Down(host, link, why, surely, told)
 
     def is_calm(self, for_s: float = 0.05) -> bool:
         """Whether nothing happens for so long."""

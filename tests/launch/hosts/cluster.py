@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -142,16 +143,18 @@ class FakeNetwork:
         self.leads_to: object = None
         self.dialled: dict[int, tuple[str, int]] = {}  # where, the last time
 
-    def send(self, host: int, message: dict[str, Any]) -> None:
-        if frozenset((self._me, host)) in self._cluster.links:
-            self._cluster.events[host].append(Said(self._me, json.loads(json.dumps(message))))
+    def send(self, link: Up, message: dict[str, Any]) -> None:
+        if self._cluster.links.get(frozenset((self._me, link.host))) == link.link:
+            said = Said(self._me, link.link, json.loads(json.dumps(message)))
+            self._cluster.events[link.host].append(said)
 
     def dial(self, host: int, address: tuple[str, int], *, patience_s: float) -> None:
         self._cluster.wanted.add((self._me, host))
         self.dialled[host] = address
 
-    def drop(self, host: int) -> None:
-        self._cluster.unlink(self._me, host, told=(host,))
+    def drop(self, link: Up) -> None:
+        if self._cluster.links.get(frozenset((self._me, link.host))) == link.link:
+            self._cluster.unlink(self._me, link.host, told=(link.host,))
 
     def serve_store(self, port: int | None) -> None:
         self.store = port
@@ -166,7 +169,8 @@ class Cluster:
     def __init__(self, hosts: int, clock: Clock, apart: bool = False, **limits: Any) -> None:
         self.count, self.limits = hosts, Limits(hosts * RANKS, **limits)
         self._clock = clock
-        self.links: set[frozenset[int]] = set()
+        self._numbers = itertools.count()
+        self.links: dict[frozenset[int], int] = {}
         self.wanted: set[tuple[int, int]] = set()  # who dials whom
         self.away: set[frozenset[int]] = set()  # pairs between which nothing crosses
         self.events: dict[int, deque[Event]] = {}
@@ -225,13 +229,21 @@ class Cluster:
         self.settle()
 
     def unlink(self, one: int, other: int, told: Collection[int], surely: bool = False) -> None:
-        if frozenset((one, other)) not in self.links:
+        link = self.links.pop(frozenset((one, other)), None)
+        if link is None:
             return
-        self.links.discard(frozenset((one, other)))
         for host in told:
             peer = other if host == one else one
             if host in self.agents:
-                self.events[host].append(Down(peer, "it was silent for 10 s", surely))
+                self.events[host].append(Down(peer, link, "it was silent for 10 s", surely))
+
+    def link(self, one: int, other: int) -> None:
+        """Link two hosts; both are told."""
+        link = self.links[frozenset((one, other))] = next(self._numbers)
+        hello = {"hosts": self.count, "ranks": RANKS}
+        for host, peer in ((one, other), (other, one)):
+            address = f"10.0.0.{peer + 1}", 29400 + peer
+            self.events[host].append(Up(peer, link, address, hello))
 
     @property
     def leaders(self) -> list[int]:
@@ -253,11 +265,7 @@ class Cluster:
             elif host in self.agents and pair not in self.away:
                 self.wanted.discard((me, host))
                 if pair not in self.links:
-                    self.links.add(pair)
-                    hello = {"hosts": self.count, "ranks": RANKS}
-                    for one, other in ((me, host), (host, me)):
-                        address = f"10.0.0.{other + 1}", 29400 + other
-                        self.events[one].append(Up(other, address, hello, f"agent {other}"))
+                    self.link(me, host)
                     return True
         return False
 

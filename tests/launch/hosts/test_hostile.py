@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.launch.hosts.door import MOST_STRANGERS
-from imece.launch.hosts.events import Complaints, Down, Refused, Said, Up
+from imece.launch.hosts.events import Complaints, Down, Refused, Up
 from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.handshake import MAGIC
 from tests.launch.hosts.agents import TOKEN, Agent, agents, all_that_comes, exactly, is_open, knock
@@ -33,9 +33,9 @@ def pair() -> Iterator[list[Agent]]:
 def undisturbed(pair: list[Agent]) -> None:
     """Messages still go both ways."""
     zero, one = pair
-    zero.send(1, {"to": 1})
-    one.send(0, {"to": 0})
-    assert one.next(Said) == Said(0, {"to": 1}) and zero.next(Said) == Said(1, {"to": 0})
+    zero.tell(1, {"to": 1})
+    one.tell(0, {"to": 0})
+    assert one.hears(0) == {"to": 1} and zero.hears(1) == {"to": 0}
 
 
 def send_all(sock: socket.socket, data: bytes) -> None:
@@ -156,9 +156,8 @@ def test_who_knows_the_token_and_does_not_say_who_it_is(pair: list[Agent], hello
 def test_a_peer_that_says_what_is_no_message_loses_its_link(pair: list[Agent]) -> None:
     zero, one = pair
     one._call(one._links._up[0].send, struct.pack(">I", 1 << 31))
-    down = zero.next(Down)
     why = f"it declared a message of 2147483648 bytes, of which {FRAME_LIMIT_BYTES} are allowed"
-    assert down == Down(1, why, False)
+    zero.loses(1, why, surely=False)
     assert one.next(Down).host == 0
 
 

@@ -191,13 +191,13 @@ def test_a_host_that_got_a_signal_goes_though_it_is_cut_off(cluster: Make, host:
     made = cluster(3)
     made.hosts[host].obstinate = True
     made.away |= {frozenset((host, other)) for other in range(3) if other != host}
-    made.links = {pair for pair in made.links if host not in pair}
+    links = {pair: made.links.pop(pair) for pair in list(made.links) if host in pair}
     made.agents[host].role.signalled(number)
     made.hosts[host].obstinate = False
-    for other in range(3):
-        if other != host:
-            made.events[host].append(Down(other, "it was silent for 10 s", False))
-            made.events[other].append(Down(host, "it was silent for 10 s", False))
+    for pair, link in links.items():
+        (other,) = pair - {host}
+        made.events[host].append(Down(other, link, "it was silent for 10 s", False))
+        made.events[other].append(Down(host, link, "it was silent for 10 s", False))
     made.settle()
     outcome = made.heres[host].outcome
     assert outcome is not None and outcome.status == 128 + number

@@ -17,7 +17,7 @@ import pytest
 
 from imece.errors import UserError
 from imece.launch.hosts import reach
-from imece.launch.hosts.events import Down, Refused, Said, Up
+from imece.launch.hosts.events import Down, Refused, Up
 from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.network import Network
 from imece.world import LOOPBACK
@@ -36,30 +36,29 @@ def test_two_agents_get_to_know_each_other() -> None:
     with agents(0, 1) as (zero, one):
         one.hello = {"ranks": 4}
         at_one, at_zero = link(one, zero)
-        assert at_one == Up(0, zero.address, {}, zero.agent)
-        assert at_zero == Up(1, one.address, {"ranks": 4}, one.agent)
+        assert at_one == Up(0, at_one.link, zero.address, {})
+        assert at_zero == Up(1, at_zero.link, one.address, {"ranks": 4})
 
 
 def test_messages_arrive_in_order_both_ways() -> None:
     with agents(0, 1) as (zero, one):
         link(one, zero)
         for number in range(500):
-            zero.send(1, {"number": number})
-            one.send(0, {"text": "ö" * number})
-        assert [one.next(Said) for _ in range(500)] == [Said(0, {"number": n}) for n in range(500)]
-        assert [zero.next(Said) for _ in range(500)] == [Said(1, {"text": "ö" * n}) for n in range(500)]
+            zero.tell(1, {"number": number})
+            one.tell(0, {"text": "ö" * number})
+        assert [one.hears(0) for _ in range(500)] == [{"number": n} for n in range(500)]
+        assert [zero.hears(1) for _ in range(500)] == [{"text": "ö" * n} for n in range(500)]
 
 
 def test_a_message_that_is_too_long_is_the_senders_mistake() -> None:
     with agents(0, 1) as (zero, one):
         link(one, zero)
         with pytest.raises(ValueError, match=f"{FRAME_LIMIT_BYTES} are allowed"):
-            zero.send(1, {"text": "x" * FRAME_LIMIT_BYTES})
+            zero.tell(1, {"text": "x" * FRAME_LIMIT_BYTES})
         with pytest.raises(ValueError, match="JSON"):
-            zero.send(1, {"number": float("nan")})
-        zero.send(1, {"text": "x" * (FRAME_LIMIT_BYTES - len('{"text":""}'))})
-        assert len(one.next(Said).message["text"]) > 65_000
-        zero.send(5, {"to": "nobody"})
+            zero.tell(1, {"number": float("nan")})
+        zero.tell(1, {"text": "x" * (FRAME_LIMIT_BYTES - len('{"text":""}'))})
+        assert len(one.hears(0)["text"]) > 65_000
         assert zero.is_calm() and one.is_calm()
 
 
@@ -75,22 +74,48 @@ def test_what_was_sent_last_arrives_and_then_the_host_is_surely_gone() -> None:
     with agents(0) as (zero,):
         with agents(1) as (one,):
             link(one, zero)
-            one.send(0, {"last": "words"})
-        assert zero.next(Said).message == {"last": "words"}
-        assert zero.next(Down) == Down(1, "it closed the connection", surely=True)
+            one.tell(0, {"last": "words"})
+        assert zero.hears(1) == {"last": "words"}
+        zero.loses(1, "it closed the connection", surely=True)
 
 
 def test_a_dropped_peer_hears_the_last_message_and_may_come_again() -> None:
     with agents(0, 1) as (zero, one):
         link(one, zero)
-        zero.send(1, {"why": "evicted"})
-        zero.drop(1)
-        zero.send(1, {"never": "sent"})
-        assert one.next(Said).message == {"why": "evicted"}
-        assert one.next(Down) == Down(0, "it closed the connection", surely=False)
+        zero.tell(1, {"why": "evicted"})
+        zero.drop(zero.links[1])
+        zero.tell(1, {"never": "sent"})
+        assert one.hears(0) == {"why": "evicted"}
+        one.loses(0, "it closed the connection", surely=False)
         link(one, zero)
-        one.send(0, {"back": True})
-        assert zero.next(Said).message == {"back": True}, "no Down for the one that dropped"
+        one.tell(0, {"back": True})
+        assert zero.hears(1) == {"back": True}, "no Down for the one that dropped"
+
+
+def test_what_is_for_a_link_that_has_ended_does_nothing_to_a_newer_one() -> None:
+    with agents(0, 1) as (zero, one):
+        _, old = link(one, zero)
+        one.drop(one.links[0])
+        zero.loses(1, "it closed the connection", surely=False)
+        link(one, zero)
+        zero.send(old, {"late": True})
+        zero.drop(old)
+        zero.tell(1, {"in": "time"})
+        assert one.hears(0) == {"in": "time"} and zero.is_calm() and one.is_calm()
+
+
+def test_a_second_link_to_a_host_comes_after_the_end_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer has seen the first one end, and this side has not yet."""
+    with agents(0, 1, 1) as (zero, one, again):
+        link(one, zero)
+        monkeypatch.setattr(zero._links, "_why_not", lambda _peer: None)
+        again.dial(0, zero.address, patience_s=10)
+        zero.loses(1, "it made another connection", surely=False)
+        assert zero.next(Up).address == again.address
+        again.next(Up)
+        one.loses(0, "it closed the connection", surely=False)
+        again.tell(0, {"from": "the second"})
+        assert zero.hears(1) == {"from": "the second"} and zero.is_calm()
 
 
 def test_the_agent_of_a_killed_process_is_surely_gone() -> None:
@@ -119,8 +144,8 @@ def test_who_closes_a_link_but_listens_on_is_not_surely_gone() -> None:
     with agents(0, 1) as (zero, one):
         link(one, zero)
         one._call(one._links._up[0].end, "broken", False)
-        assert zero.next(Down) == Down(1, "it closed the connection", surely=False)
-        assert one.next(Down) == Down(0, "broken", surely=False)
+        zero.loses(1, "it closed the connection", surely=False)
+        one.loses(0, "broken", surely=False)
 
 
 def test_a_host_that_was_stopped_for_long_takes_nothing_for_a_sign() -> None:
@@ -129,16 +154,16 @@ def test_a_host_that_was_stopped_for_long_takes_nothing_for_a_sign() -> None:
         with agents(1) as (one,):
             link(one, zero)
             zero._call(setattr, zero._links, "_beat_s", time.monotonic() - 31)
-        assert zero.next(Down) == Down(1, "it closed the connection", surely=False)
+        zero.loses(1, "it closed the connection", surely=False)
 
 
 def test_a_silent_link_ends_on_both_sides() -> None:
     with agents(0, 1, silent_s=0.4) as (zero, one):
         link(one, zero)
         assert zero.is_calm(0.5), "heartbeats are heard"
-        one._call(setattr, one._links, "send", lambda *_: None)
-        assert zero.next(Down) == Down(1, "it was silent for 0.4 s", surely=False)
-        assert one.next(Down) == Down(0, "it closed the connection", surely=False)
+        one._call(setattr, one._links._up[0], "send", lambda _frame: None)
+        zero.loses(1, "it was silent for 0.4 s", surely=False)
+        one.loses(0, "it closed the connection", surely=False)
 
 
 def test_a_peer_that_takes_nothing_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +174,8 @@ def test_a_peer_that_takes_nothing_does_not_fill_the_memory(monkeypatch: pytest.
         one._call(busy.wait, LIMIT_S)
         try:
             for _ in range(400):  # more than the kernel keeps of it
-                zero.send(1, {"text": "x" * 60_000})
-            assert zero.next(Down) == Down(1, "it takes nothing from its connection", surely=False)
+                zero.tell(1, {"text": "x" * 60_000})
+            zero.loses(1, "it takes nothing from its connection", surely=False)
         finally:
             busy.set()
 
@@ -171,7 +196,7 @@ def test_a_dial_in_vain_says_what_there_is() -> None:
             port = other.getsockname()[1]
         assert one.probe((LOOPBACK, port), 20.0) == "refused"
         one.dial(0, (LOOPBACK, port), patience_s=0.0)
-        assert one.next(Down) == Down(0, f"nothing listens at 127.0.0.1:{port}", surely=False)
+        one.loses(0, f"nothing listens at 127.0.0.1:{port}", surely=False)
         one.dial(0, ("no such host.invalid", 1), patience_s=0.0)
         assert "'no such host.invalid' is not a host that can be found" in one.next(Down).why
 
@@ -181,14 +206,14 @@ def test_a_listener_that_never_answers_is_silent() -> None:
         address = LOOPBACK, mute.getsockname()[1]
         assert one.probe(address, 0.2) == "silent"
         one.dial(0, address, patience_s=0.0)
-        assert one.next(Down) == Down(0, f"127.0.0.1:{address[1]} does not answer", surely=False)
+        one.loses(0, f"127.0.0.1:{address[1]} does not answer", surely=False)
 
 
 def test_a_host_that_dials_itself_or_the_wrong_one_is_told() -> None:
     with agents(0, 1, 0) as (zero, one, double):
         double.dial(5, zero.address, patience_s=9)
         why = "host 0 is the one that listens here: two have the same host rank"
-        assert double.next(Down) == Down(5, why, surely=False, told=True)
+        double.loses(5, why, surely=False, told=True)
         assert zero.next(Refused).why == why
         one.dial(5, zero.address, patience_s=9)
         down = one.next(Down)
@@ -211,9 +236,9 @@ def test_a_second_one_with_the_same_host_rank_is_told_that_the_first_is_here() -
     with agents(0, silent_s=2.0) as (zero,), agents(1, 1) as (one, double):
         link(one, zero)
         double.dial(0, zero.address, patience_s=60)
-        assert double.next(Down) == Down(0, "host 1 is here already", surely=False, told=True)
-        one.send(0, {"still": "here"})
-        assert zero.next(Said).message == {"still": "here"}
+        double.loses(0, "host 1 is here already", surely=False, told=True)
+        one.tell(0, {"still": "here"})
+        assert zero.hears(1) == {"still": "here"}
 
 
 def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before() -> None:
@@ -224,9 +249,10 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before() -> 
             first._links.port = again.address[1]  # as if both had listened at one port, one after the other
             link(first, zero)
             again.dial(0, zero.address, patience_s=60)
-            down = zero.next(Down)
-            assert down == Down(1, "its agent has been started again", surely=True)
-            assert zero.next(Up).agent == again.agent
+            zero.loses(1, "its agent has been started again", surely=True)
+            zero.next(Up), again.next(Up)
+            again.tell(0, {"again": True})
+            assert zero.hears(1) == {"again": True}
 
 
 def test_a_host_that_turned_away_and_then_died_is_not_surely_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +264,8 @@ def test_a_host_that_turned_away_and_then_died_is_not_surely_gone(monkeypatch: p
             return "refused", None
 
         monkeypatch.setattr(zero._links, "probe", refused)
-        one.drop(0)
-        assert zero.next(Down) == Down(1, "it closed the connection", surely=False)
+        one.drop(one.links[0])
+        zero.loses(1, "it closed the connection", surely=False)
 
 
 @pytest.mark.parametrize("first", [None, 0, 1])
@@ -255,9 +281,9 @@ def test_two_that_dial_each_other_get_one_link(first: int | None, monkeypatch: p
         zero.dial(1, one.address, patience_s=10)
         one.dial(0, zero.address, patience_s=10)
         zero.next(Up), one.next(Up)
-        zero.send(1, {"from": 0})
-        one.send(0, {"from": 1})
-        assert one.next(Said) == Said(0, {"from": 0}) and zero.next(Said) == Said(1, {"from": 1})
+        zero.tell(1, {"from": 0})
+        one.tell(0, {"from": 1})
+        assert one.hears(0) == {"from": 0} and zero.hears(1) == {"from": 1}
         assert zero.is_calm(0.2) and one.is_calm()
 
 

@@ -76,7 +76,8 @@ def test_host_0_comes_again_with_another_address(cluster: Make) -> None:
     for here in made.heres.values():
         assert here.book == {0: ("10.0.0.1", 29400), 1: ("10.0.0.2", 29401)}
     for host in (0, 1):
-        made.events[host].append(Up(0, ("10.7.7.7", 29400), {"hosts": 2, "ranks": RANKS}, "agent 0"))
+        link = made.links[frozenset((0, 1))]
+        made.events[host].append(Up(0, link, ("10.7.7.7", 29400), {"hosts": 2, "ranks": RANKS}))
     made.settle()
     made.cut({0})
     assert made.networks[1].dialled[0] == ("10.0.0.1", 29400)
@@ -212,9 +213,21 @@ def test_who_seeks_follows_nobody_that_it_has_not_asked(cluster: Make) -> None:
     made.cut({2})
     known = made.heres[0].standing
     assert known is not None
-    made.heres[2].up[0] = made.heres[2].book[0]
-    made.agents[2].happened(Said(0, {"do": "view", "standing": known.message(), "run": "imece-1"}))
+    made.heres[2].up[0] = Up(0, 99, made.heres[2].book[0], {})
+    made.agents[2].happened(Said(0, 99, {"do": "view", "standing": known.message(), "run": "imece-1"}))
     assert isinstance(made.agents[2].role, Seeker) and made.heres[2].standing is None
+
+
+def test_what_was_meant_for_a_link_that_has_ended_reaches_no_newer_one(cluster: Make) -> None:
+    """Host 2 would follow one that gives it up, by what that one said before it heard that the link ended."""
+    made = cluster(5)
+    made._ends(3)
+    made.unlink(0, 2, told=(0, 2))
+    made.link(0, 2)
+    made.settle()
+    assert made.leaders == [0] and made.members(2) == [10, 11]
+    assert made.newest(2) == made.newest(0) and len(made.newest(0).members) == 8
+    assert "host 2 was cut off from host 0, which goes on without it: its ranks" in made.hosts[2].said[0]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -298,13 +311,24 @@ def test_ranks_that_do_not_go_on_end_with_the_first_that_is_lost(cluster: Make) 
     )
 
 
-def test_nonsense_from_a_peer_ends_its_link_and_nothing_else(cluster: Make) -> None:
+@pytest.mark.parametrize(
+    ("message", "ends"),
+    [
+        ({"say": "seen", "members": [[1]]}, True),
+        ({"say": "ended", "members": [3], "endings": []}, True),
+        ({"say": 1}, False),
+        ({}, False),
+    ],
+)
+def test_nonsense_from_a_peer_ends_its_link_at_most(
+    cluster: Make, message: dict[str, object], ends: bool
+) -> None:
     made = cluster(3)
-    for message in ({"say": "seen", "members": [[1]]}, {"say": "ended", "members": 3}, {"say": 1}, {}):
-        made.events[0].append(Said(2, message))
-        made.settle()
+    made.events[0].append(Said(2, made.links[frozenset((0, 2))], message))
+    made.settle()
     assert made.leaders == [0] and made.members(0) == [0, 1]
-    assert any("not understood" in line for line in made.hosts[0].said)
+    assert any("not understood" in line for line in made.hosts[0].said) == ends
+    assert (frozenset((0, 2)) in made.links) != ends
 
 
 @pytest.mark.parametrize("host", [0, 1])

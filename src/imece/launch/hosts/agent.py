@@ -117,30 +117,30 @@ class Agent:
     def _tell(self, event: Event) -> None:
         here = self._here
         match event:
-            case Up(host, address, hello):
+            case Up(host, _, address, hello):
                 here.dead.discard(host)
+                here.up[host] = event
                 if self._agrees(host, hello):
-                    here.up[host] = address
                     here.note_book([[host, *address]])
                     self.role.up(host)
-            case Said(host, message) if host in here.up:
+            case Said(host, link, message) if self._is_up(host, link):
                 try:
                     self.role.said(host, message)
                 except (KeyError, TypeError, ValueError) as error:
                     here.say(f"host {host} says what is not understood ({error!r}); its link is dropped")
-                    here.network.drop(host)
-                    self._gone(host, "it spoke of what is not understood", False, False)
-            case Down(host, why, surely, told):
-                self._gone(host, why, surely, told)
+                    here.drop(host)
+                    self.role.down(host, "it spoke of what is not understood", False, False)
+            case Down(host, link, why, surely, told) if link is None or self._is_up(host, link):
+                here.up.pop(host, None)
+                if surely:
+                    here.dead.add(host)
+                self.role.down(host, why, surely, told)
             case Refused(address, why):
                 here.say(f"somebody at {address} was not let in: {why}")
 
-    def _gone(self, host: int, why: str, surely: bool, told: bool) -> None:
-        here = self._here
-        here.up.pop(host, None)
-        if surely:
-            here.dead.add(host)
-        self.role.down(host, why, surely, told)
+    def _is_up(self, host: int, link: int) -> bool:
+        """Whether that is a link which was not dropped here meanwhile."""
+        return host in self._here.up and self._here.up[host].link == link
 
     def _agrees(self, host: int, hello: Mapping[str, object]) -> bool:
         """Whether the other agent was started with the same plan; tells it if not."""
@@ -151,8 +151,8 @@ class Agent:
         if not wrong:
             return True
         why = f"the hosts do not agree: {'; '.join(wrong)}"
-        here.network.send(host, {"do": "refuse", "why": why})
-        here.network.drop(host)
+        here.send(host, {"do": "refuse", "why": why})
+        here.drop(host)
         if here.standing is None and host == 0:
             raise UserError(why)
         here.say(why)

@@ -1,6 +1,7 @@
 """What happens between hosts, in the order in which it is to be believed.
 
-About one host: Up, then what it Said, then Down; or only Down, if it was dialled in vain.
+About one link: Up, then what was Said, then Down; or only Down, if a host was dialled in vain. By the time
+that an event is read, the host may have a newer link: so whoever sends, or drops, names a link by its Up.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ class Up:
     """There is a link to `host`."""
 
     host: int
+    link: int
+    """Its number, which no other one has."""
     address: Address
     """Where it listens; port 0 if it does not."""
     hello: dict[str, Any]
     """The peer's Network.hello."""
-    agent: str
-    """Names its process: another one after the host's agent has been started again."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Said:
     """`host` sent a message."""
 
     host: int
+    link: int
     message: dict[str, Any]
 
 
@@ -37,6 +39,8 @@ class Down:
     """The link to `host` has ended, or could not be made."""
 
     host: int
+    link: int | None
+    """None: there was none."""
     why: str
     """Printable."""
     surely: bool

@@ -46,7 +46,7 @@ class Follower:
         self._look_at = self._beats_at = 0.0
         self._said: dict[int, tuple[Any, ...]] = {}
         here.network.serve_store(None)
-        here.network.lead_to(here.up[follow.leader])
+        here.network.lead_to(here.up[follow.leader].address)
         self._obey(follow.view)
         endings = {member: here.host.endings[member] for member in here.host.crew.ended}
         if endings:  # perhaps some ended when this host had told what it knows, and nobody led
@@ -64,7 +64,7 @@ class Follower:
             case {"say": "role", "role": "seeks"} if host == self._leader:
                 self._lose("it was cut off from others", surely=False)
             case {"say": "role", "role": "seeks" | "gathers"} if self._lost_since is None:
-                address = list(here.up.get(self._leader, ("", 0)))
+                address = here.up[self._leader].address
                 answer = {"say": "role", "role": "follows", "leader": self._leader, "address": address}
                 here.send(host, answer)
             case {"say": "vote"}:
@@ -75,6 +75,8 @@ class Follower:
                 here.standing = here.standing.merged(Standing.of(known))
                 self._votes[host] = to_report(report, host, time.monotonic())
                 self._elect()
+            case {"say": "role", "role": "leads"} if host == self._leader and self._lost_since is not None:
+                here.turn = Seek(f"cut off from host {host}, which goes on without it")
             case {"do": "view"} if self._lost_since is not None:
                 here.turn = Follow(host, message)
             case {"do": str()} if host == self._leader and self._lost_since is None:
@@ -183,8 +185,6 @@ class Follower:
                 here.note_book(book)
                 if here.book != before:
                     self._dial_others()
-            case {"do": "fence", "why": str(why)}:
-                here.turn = Seek(why)
             case {"do": "over"} if here.outcome is None:  # a host that has left may see this too
                 here.outcome = to_outcome(message, here.me)
 
@@ -216,8 +216,7 @@ class Follower:
         here = self._here
         self._why = here.how_lost(self._leader, why, surely)
         self._lost_since = time.monotonic()
-        here.network.drop(self._leader)
-        here.up.pop(self._leader, None)
+        here.drop(self._leader)
         self._elect()
         self._answer()
 

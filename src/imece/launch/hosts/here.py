@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from imece.launch.generations import Limits
 from imece.launch.host import Host
 from imece.launch.hosts.addresses import Address
+from imece.launch.hosts.events import Up
 from imece.launch.hosts.network import Network
 from imece.launch.hosts.succession import Standing
 from imece.launch.hosts.wide_view import WideView
@@ -89,8 +90,8 @@ class Here:
 
     def __init__(self, plan: Plan, host: Host, network: Network) -> None:
         self.plan, self.host, self.network = plan, host, network
-        self.up: dict[int, Address] = {}
-        """Hosts to which there is a link, and where they listen."""
+        self.up: dict[int, Up] = {}
+        """Hosts to which there is a link."""
         self.dead: set[int] = set()
         """Hosts whose agents are surely gone."""
         self.book: dict[int, Address] = {0: plan.rendezvous}
@@ -121,14 +122,19 @@ class Here:
     def send(self, host: int, message: dict[str, Any]) -> None:
         """Send to the agent of another host, if there is a link."""
         if host in self.up:
-            self.network.send(host, message)
+            self.network.send(self.up[host], message)
+
+    def drop(self, host: int) -> None:
+        """Close the link to a host, if there is one; the role is not told of its end."""
+        if host in self.up:
+            self.network.drop(self.up.pop(host))
 
     def hit(self, host: int, member: int, number: int) -> None:
         """Send a signal to a member of any host."""
         if host == self.me:
             self.host.hit(member, number)
         else:
-            self.network.send(host, {"do": "hit", "member": member, "signal": number})
+            self.send(host, {"do": "hit", "member": member, "signal": number})
 
     def say(self, line: str) -> None:
         """Print a line for people on this host."""

@@ -36,11 +36,12 @@ class Link:
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._backlog_bytes = 0
 
-    def send(self, frame: bytes) -> bool:
-        """Queue a packed frame; False if far too much waits already."""
+    def send(self, frame: bytes) -> None:
+        """Queue a packed frame, or end the link if far too much waits already."""
         self._backlog_bytes += len(frame)
         self._outgoing.put_nowait(frame)
-        return self._backlog_bytes <= _BACKLOG_BYTES
+        if self._backlog_bytes > _BACKLOG_BYTES:
+            self.end("it takes nothing from its connection", surely=False)
 
     def end(self, why: str, surely: bool) -> None:
         """End it at once; `run` returns."""

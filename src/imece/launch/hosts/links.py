@@ -86,7 +86,7 @@ class Links:
                     until = min(until, tries.setdefault(str(failure), now() + failure.again_s))
                 if host not in self._up and now() + wait_s > until:
                     self._dials.pop(host)
-                    self._emit(Down(host, str(failure), False, failure.told))
+                    self._emit(Down(host, None, str(failure), False, failure.told))
                     return
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LAST_RETRY_S)
@@ -165,20 +165,29 @@ class Links:
     async def _run(self, link: Link, peer: Hello) -> None:
         """Serve a link, from Up to Down."""
         host = link.host
+        if host in self._up:  # the peer has seen that one end, or it would not have taken another
+            self._up[host].end("it made another connection", surely=False)
+            self._tell_end(self._up[host])
         self._up[host] = link
-        self._emit(Up(host, link.address, peer.hello, link.agent))
+        self._emit(Up(host, link.number, link.address, peer.hello))
         why = await link.run(lambda message: self._said(link, message))
         if link.end_said is None and self._up.get(host) is link:
             link.end(why, surely=await self._is_gone(link))
         if self._up.get(host) is link:
-            assert link.end_said is not None
-            del self._up[host]
-            self.tunnels.close_from(host)
-            self._emit(Down(host, *link.end_said))
+            self._tell_end(link)
+
+    def _tell_end(self, link: Link) -> None:
+        assert link.end_said is not None
+        self._forget(link)
+        self._emit(Down(link.host, link.number, *link.end_said))
+
+    def _forget(self, link: Link) -> None:
+        del self._up[link.host]
+        self.tunnels.close_from(link.host)
 
     def _said(self, link: Link, message: dict[str, Any]) -> None:
         if self._up.get(link.host) is link:
-            self._emit(Said(link.host, message))
+            self._emit(Said(link.host, link.number, message))
 
     async def _is_gone(self, link: Link) -> bool:
         """Whether the process at the other end is surely gone: its port has another owner now, or none.
@@ -217,19 +226,26 @@ class Links:
         sock, _ = await reach(address, self._token, self._hello("tunnel"), self._handshake_s)
         return sock
 
-    def send(self, host: int, frame: bytes) -> None:
-        link = self._up.get(host)
-        if link is not None and not link.send(frame):
-            link.end("it takes nothing from its connection", surely=False)
-
-    def drop(self, host: int, *, lives_on: bool = True) -> None:
-        """End a dial, and a link once all is sent; from now on there are no events of it."""
-        self._end_dial(host)
-        link = self._up.pop(host, None)
+    def send(self, up: Up, frame: bytes) -> None:
+        link = self._link_of(up)
         if link is not None:
-            self.tunnels.close_from(host)
-            link.finish(lives_on=lives_on)
-            asyncio.get_running_loop().call_later(_CLOSE_S, link.end, "dropped", False)
+            link.send(frame)
+
+    def drop(self, up: Up) -> None:
+        """End a link once all is sent; from now on there are no events of it."""
+        link = self._link_of(up)
+        if link is not None:
+            self._drop(link, lives_on=True)
+
+    def _link_of(self, up: Up) -> Link | None:
+        """None if it has ended; the host may have a newer one."""
+        link = self._up.get(up.host)
+        return link if link is not None and link.number == up.link else None
+
+    def _drop(self, link: Link, lives_on: bool) -> None:
+        self._forget(link)
+        link.finish(lives_on=lives_on)
+        asyncio.get_running_loop().call_later(_CLOSE_S, link.end, "dropped", False)
 
     def _is_long(self, silent_s: float) -> bool:
         """Whether a peer may find this process silent, or the other way round."""
@@ -247,8 +263,8 @@ class Links:
                 if stopped or self._is_long(now() - link.heard_s):
                     # What has come meanwhile is about to be read, perhaps including the link's end.
                     link.doubted_until = now() + self._silence.limit_s / 2
-            for host in list(self._up):
-                self.send(host, frames.HEARTBEAT)
+            for link in self._up.values():
+                link.send(frames.HEARTBEAT)
             links = {link.number: link for link in self._up.values()}
             beats = {number: link.heard for number, link in links.items()}
             for number in self._silence.look(beats, now()):
@@ -257,8 +273,10 @@ class Links:
     async def close(self) -> None:
         """Send what waits, and end all links and dials."""
         links = list(self._up.values())
-        for host in [*self._dials, *self._up]:
-            self.drop(host, lives_on=False)
+        for host in list(self._dials):
+            self._end_dial(host)
+        for link in links:
+            self._drop(link, lives_on=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 for link in links:

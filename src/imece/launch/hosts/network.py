@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 from imece.errors import UserError
 from imece.launch.hosts import frames
 from imece.launch.hosts.addresses import Address, describe
-from imece.launch.hosts.events import Event
+from imece.launch.hosts.events import Event, Up
 from imece.launch.hosts.links import Links
 from imece.launch.hosts.tunnel import Target
 from imece.store import listen_here
@@ -68,11 +68,6 @@ class Network:
             self._waker.close()
 
     @property
-    def agent(self) -> str:
-        """Names this process among those that have been this host's agent."""
-        return self._links.agent
-
-    @property
     def hello(self) -> dict[str, Any]:
         """What a peer learns with its Up; may be replaced at any time, by less than 1 MiB of JSON."""
         return self._links.hello
@@ -116,13 +111,13 @@ class Network:
         agent there does not want this one. Replaces an earlier dial, unless its link is Up."""
         self._call(self._links.dial, host, address, patience_s)
 
-    def send(self, host: int, message: dict[str, Any]) -> None:
-        """Send JSON of at most 1 MiB, in order; dropped if there is no link. ValueError if it is too long."""
-        self._call(self._links.send, host, frames.pack(message))
+    def send(self, link: Up, message: dict[str, Any]) -> None:
+        """Send JSON of at most 1 MiB, in order; lost if the link has ended. ValueError if it is too long."""
+        self._call(self._links.send, link, frames.pack(message))
 
-    def drop(self, host: int) -> None:
-        """Close the link after what was sent, and end a dial; from now on only its earlier events come."""
-        self._call(self._links.drop, host)
+    def drop(self, link: Up) -> None:
+        """Close the link after what was sent; from now on only its earlier events come."""
+        self._call(self._links.drop, link)
 
     def probe(self, address: Address, within_s: float) -> Literal["there", "refused", "silent"]:
         """Whether an agent listens there; refused: the machine says that nothing does. Waits for
