@@ -51,7 +51,7 @@ def find_model(text: str) -> Model:
     if path.suffix == ".json" or path.is_absolute() or os.path.isfile(path / CONFIG):
         return read_config(path if path.suffix == ".json" else path / CONFIG)
     name = text.strip().lower()
-    if not path.exists():
+    if not os.path.exists(path):
         name = _LLAMA_3.sub("llama-", _KINDS.sub("", _OWNER.sub("", name)))
     for each in (name, _VERSION.sub("", name)):
         if each in MODELS:
