@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down
 from tests.launch.hosts.cluster import Make
 
@@ -240,3 +241,23 @@ def test_all_end_by_a_signal_while_they_end_to_start_again(cluster: Make) -> Non
     made.settle()
     outcome = made.heres[0].outcome
     assert outcome is not None and outcome.status == 130
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_the_one_that_is_about_to_lead_gets_a_signal(cluster: Make, number: int) -> None:
+    """Before all have answered that they follow it."""
+    made = cluster(3)
+    made._ends(0)
+    while not isinstance(made.agents[1].role, Coordinator):
+        assert made._handle()
+    assert made.leaders == []
+    made.agents[1].role.signalled(number)
+    made.settle()
+    made.hosts[1].leaves()
+    made.settle()
+    outcome, other = made.heres[1].outcome, made.heres[2].outcome
+    assert outcome is not None and outcome.status == 128 + number
+    if number == 15:
+        assert "have left in order" in outcome.line and other is None and made.leaders == [2]
+    else:
+        assert other is not None and "ended by SIGINT, passed on to 4 ranks" in other.line

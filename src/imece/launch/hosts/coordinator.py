@@ -123,9 +123,11 @@ class Coordinator:
     def signalled(self, number: int) -> None:
         """SIGINT is for the whole job; any other signal for this host, if the others go on without it."""
         here = self._here
-        if not self.runs:
+        if self._gathers:
             name = signal.Signals(number).name
             self._finish(Outcome(128 + number, f"imece: ended by {name}, before all hosts had come"))
+        elif not self.runs:
+            here.asked_to_go = number
         elif number == signal.SIGINT:
             self._end(here.me, number)
         else:
