@@ -22,7 +22,8 @@ def test_of_two_hosts_the_coordinators_goes_on() -> None:
     standing = Standing(of(0, 1))
     assert standing.may_go_on({0}, ()) and not standing.may_go_on({1}, ())
     assert standing.may_go_on({1}, {0}), "a coordinator that is surely dead is not going on anywhere"
-    assert standing.cut_off({1}, ()).startswith("cut off from host 0: 1 of 2 hosts are here")
+    why = standing.cut_off({1}, (), {0: "it was silent for 10 s", 1: "?"})
+    assert why.startswith("cut off from host 0 (it was silent for 10 s): 1 of 2 hosts are here")
 
 
 def test_more_than_half_go_on_without_the_coordinator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from imece.cli.main import main
+from imece.launch.generations import Limits
+from imece.launch.hosts import agent
+from imece.launch.hosts.here import Plan
 from tests.launch.hosts.two import environment, free_port
 from tests.launch.launcher import Launcher, Outcome
 
@@ -80,6 +84,22 @@ def test_what_ranks_find(two: Two) -> None:
     assert sorted(found) == [0, 1, 2, 3]
     assert len({environ["TORCHELASTIC_RUN_ID"] for environ in found.values()}) == 1
     assert len({environ["IMECE_AGENT_PORT"] for environ in found.values()}) == 2
+
+
+def test_torch_is_imported_before_there_are_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import holds Python's lock for seconds: no heartbeat would leave."""
+    order = []
+
+    def network(*_: object, **__: object) -> None:
+        order.append("network")
+        raise InterruptedError
+
+    monkeypatch.setattr(importlib, "import_module", order.append)
+    monkeypatch.setattr(agent, "Network", network)
+    plan = Plan(2, 0, ("127.0.0.1", 29400), Limits(2), 30.0, 10.0)
+    with pytest.raises(InterruptedError):
+        agent.launch_here(["true"], plan, job="job", environ={"IMECE_TOKEN": TOKEN})
+    assert order == ["torch.distributed", "network"]
 
 
 def test_a_death_ends_all_and_is_told_on_both_hosts(two: Two) -> None:

@@ -9,6 +9,7 @@ far, words                        the hands of another host, and what is said ab
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import time
@@ -63,6 +64,8 @@ def launch_here(
     if said:
         say(said)
     order = Order(command, False, rank_silent_s)
+    # It serves stores by torch, whose import holds Python's lock for seconds: others would find it silent.
+    importlib.import_module("torch.distributed")
     with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
         network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
         _listen(network, plan, own)
@@ -128,10 +131,12 @@ class Agent:
                     self.role.said(host, message)
                 except (KeyError, TypeError, ValueError) as error:
                     here.say(f"host {host} says what is not understood ({error!r}); its link is dropped")
-                    here.drop(host)
-                    self.role.down(host, "it spoke of what is not understood", False, False)
+                    why = "it spoke of what is not understood"
+                    here.drop(host, why)
+                    self.role.down(host, why, False, False)
             case Down(host, link, why, surely, told) if link is None or self._is_up(host, link):
                 here.up.pop(host, None)
+                here.whys[host] = why
                 if surely:
                     here.dead.add(host)
                 self.role.down(host, why, surely, told)
@@ -152,7 +157,7 @@ class Agent:
             return True
         why = f"the hosts do not agree: {'; '.join(wrong)}"
         here.send(host, {"do": "refuse", "why": why})
-        here.drop(host)
+        here.drop(host, why)
         if here.standing is None and host == 0:
             raise UserError(why)
         here.say(why)

@@ -216,7 +216,7 @@ class Coordinator:
         assert here.standing is not None
         side = {here.me, *(self._far.keys() - self._new)}
         if not here.standing.may_go_on(side, here.dead):
-            here.turn = Seek(here.standing.cut_off(side, here.dead))
+            here.turn = here.seek(side)
             return
         published = here.standing.next({here.me, *self._far}, here.me, self._new)
         here.standing = here.standing.publish(published)

@@ -216,7 +216,7 @@ class Follower:
         here = self._here
         self._why = here.how_lost(self._leader, why, surely)
         self._lost_since = time.monotonic()
-        here.drop(self._leader)
+        here.drop(self._leader, why)
         self._elect()
         self._answer()
 
@@ -226,7 +226,7 @@ class Follower:
         assert here.standing is not None
         side = here.side() - {self._leader}
         if not here.standing.may_go_on(side, here.dead):
-            here.turn = Seek(here.standing.cut_off(side, here.dead))
+            here.turn = here.seek(side)
             return
         if here.snapshot is None:
             here.turn = Seek(f"cut off from host {self._leader} before it knew of any generation")

@@ -92,6 +92,8 @@ class Here:
         self.plan, self.host, self.network = plan, host, network
         self.up: dict[int, Up] = {}
         """Hosts to which there is a link."""
+        self.whys: dict[int, str] = {}
+        """How the last link to a host has ended, in words."""
         self.dead: set[int] = set()
         """Hosts whose agents are surely gone."""
         self.book: dict[int, Address] = {0: plan.rendezvous}
@@ -124,10 +126,11 @@ class Here:
         if host in self.up:
             self.network.send(self.up[host], message)
 
-    def drop(self, host: int) -> None:
+    def drop(self, host: int, why: str) -> None:
         """Close the link to a host, if there is one; the role is not told of its end."""
         if host in self.up:
             self.network.drop(self.up.pop(host))
+            self.whys[host] = why
 
     def hit(self, host: int, member: int, number: int) -> None:
         """Send a signal to a member of any host."""
@@ -182,6 +185,11 @@ class Here:
         """This host and those it has a link to, among the hosts that count."""
         assert self.standing is not None
         return {self.me, *(self.standing.newest.hosts & self.up.keys())}
+
+    def seek(self, side: set[int]) -> Seek:
+        """What is left to do for a side that may not go on."""
+        assert self.standing is not None
+        return Seek(self.standing.cut_off(side, self.dead, self.whys))
 
     def note_book(self, said: Sequence[Any]) -> None:
         """Note where agents listen. TypeError or ValueError if it is no such list.

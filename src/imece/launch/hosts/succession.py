@@ -18,7 +18,7 @@ The dead are not simply left out of the count: they may have gone on elsewhere b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -88,14 +88,16 @@ class Standing:
         """What two hosts of one side know together; a new coordinator must know what all of its side do."""
         return self._with([self.settled, other.settled], [*self.newer, *other.newer])
 
-    def cut_off(self, side: Collection[int], dead: Collection[int]) -> str:
-        """Why a side that may not go on does not."""
+    def cut_off(self, side: Collection[int], dead: Collection[int], whys: Mapping[int, str]) -> str:
+        """Why a side that may not go on does not. whys: how links to hosts have ended, in words."""
         lacking = self._lacking(side, dead)
         assert lacking is not None, "it may go on"
         missing = sorted(lacking.hosts.difference(side, dead))
+        causes = "; ".join(dict.fromkeys(whys[host] for host in missing if host in whys))
         return (
-            f"cut off from host {', '.join(map(str, missing))}: {len(lacking.hosts.intersection(side))} of "
-            f"{len(lacking.hosts)} hosts are here, and the others may be going on"
+            f"cut off from host {', '.join(map(str, missing))}{causes and f' ({causes})'}: "
+            f"{len(lacking.hosts.intersection(side))} of {len(lacking.hosts)} hosts are here, and the others "
+            "may be going on"
         )
 
     def message(self) -> dict[str, Any]:
