@@ -28,7 +28,7 @@ _MAIN = Path(__file__).with_name("_zygote_main.py")
 # GPUs are hidden from all tests but those for them (tests/conftest.py), whose ranks are fresh.
 _ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 _READ_LATE = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_USE_AGENT_STORE|IMECE_HOST|IMECE_BACKEND|IMECE_TEST_\w+|PYTEST_CURRENT_TEST"
     r"|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME"  # imece.init() sets them, also in a test's own process
     r"|TORCHINDUCTOR_CACHE_DIR"  # torch's first optimizer, and torch.compile, leave its usual value there

@@ -96,6 +96,7 @@ class Agents:
             "IMECE_HOST": f"host{host}",
             f"{_PASSED_ON}MEMBER": str(member),
             f"{_PASSED_ON}JOINING": "1",
+            "LOCAL_WORLD_SIZE": str(self._per_host),
         }
         ranks = start_ranks(self._fn, 1, args=self._args, env=environ, ranks_per_host=1)
         self._ranks.append((member, ranks))
@@ -152,7 +153,7 @@ class Agents:
         passed_on = {"MEMBER": rank, "AGENT_PORT": self._ports[rank // self._per_host]}
         environ = {_PASSED_ON + name: str(value) for name, value in passed_on.items()}
         environ |= {_PAUSE: self._pause.name, _STEP_S: str(self._step_s)}
-        return environ | {"MASTER_PORT": str(self.tunnel.port)}
+        return environ | {"MASTER_PORT": str(self.tunnel.port), "GROUP_WORLD_SIZE": str(len(self._ports))}
 
     def _reports(self) -> str:
         return "\n".join(self.result(member).report() for member in range(self._members))
