@@ -110,7 +110,7 @@ def test_loopback_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=said):
         launch(["true"], Limits(1))
     with pytest.raises(UserError, match=said):
-        Network(b"a token", 0, "job", silent_s=1.0)
+        Network(b"a token", 0, "job", {}, silent_s=1.0)
 
 
 def test_mpi_without_a_launcher_above() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+from imece.launch.hosts.addresses import Address
 from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.network import Network
 from imece.world import LOOPBACK
@@ -18,13 +20,22 @@ LIMIT_S = 60.0  # for what takes milliseconds on an idle machine
 Kind = TypeVar("Kind")
 
 
-class Agent(Network):
+class Probing(Network):
+    """One that can be asked what is at an address."""
+
+    def probe(self, address: Address, within_s: float) -> str:
+        """Whether an agent is "there"; "refused": the machine says that nothing listens; or "silent"."""
+        probing = self._links.probe(address, within_s)
+        return asyncio.run_coroutine_threadsafe(probing, self._loop).result()[0]
+
+
+class Agent(Probing):
     """A network that listens on loopback, and can be asked for one event after the other."""
 
     def __init__(
         self, me: int, token: bytes = TOKEN, job: str = "job", *, port: int = 0, **more: Any
     ) -> None:
-        super().__init__(token, me, job, **{"silent_s": 60.0, **more})
+        super().__init__(token, me, job, **{"hello": {}, "silent_s": 60.0, **more})
         self.me, self.seen = me, list[Event]()
         self.links: dict[int, Up] = {}  # the last one to each host
         self.address = LOOPBACK, port

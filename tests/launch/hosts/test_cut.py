@@ -18,8 +18,7 @@ import pytest
 
 from imece.bench.hosts.namespaces import ADDRESSES, INTERFACE, Hosts, two_hosts
 from imece.launch.hosts.events import Up
-from imece.launch.hosts.network import Network
-from tests.launch.hosts.agents import TOKEN
+from tests.launch.hosts.agents import TOKEN, Probing
 
 pytestmark = [pytest.mark.faults, pytest.mark.hosts]
 SILENT_S = 2.0
@@ -49,7 +48,7 @@ class Remote:
         far.close()
 
     def _serve(self, control: socket.socket) -> NoReturn:
-        with Network(TOKEN, self.me, "job", silent_s=SILENT_S) as network:
+        with Probing(TOKEN, self.me, "job", {}, silent_s=SILENT_S) as network:
             network.listen(*self.address)
             links: dict[int, Up] = {}  # the last one to each host
             while True:

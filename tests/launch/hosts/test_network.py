@@ -33,8 +33,7 @@ def link(one: Agent, other: Agent) -> tuple[Up, Up]:
 
 
 def test_two_agents_get_to_know_each_other() -> None:
-    with agents(0, 1) as (zero, one):
-        one.hello = {"ranks": 4}
+    with agents(0) as (zero,), agents(1, hello={"ranks": 4}) as (one,):
         at_one, at_zero = link(one, zero)
         assert at_one == Up(0, at_one.link, zero.address, {})
         assert at_zero == Up(1, at_zero.link, one.address, {"ranks": 4})
@@ -306,7 +305,7 @@ def hear_later(agent: Agent, heard: set[int], together: threading.Barrier, late_
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:
-    with agents(0) as (zero,), Network(TOKEN, 1, "job", silent_s=1.0) as other:
+    with agents(0) as (zero,), Network(TOKEN, 1, "job", {}, silent_s=1.0) as other:
         with pytest.raises(UserError, match=r"cannot listen on 127.0.0.1:\d+ \(Address already in use\)"):
             other.listen(*zero.address)
         with pytest.raises(UserError, match=r"cannot listen on 203.0.113.1:0"):

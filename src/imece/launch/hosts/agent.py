@@ -66,8 +66,8 @@ def launch_here(
     order = Order(command, False, rank_silent_s)
     # It serves stores by torch, whose import holds Python's lock for seconds: others would find it silent.
     importlib.import_module("torch.distributed")
-    with Network(token, plan.me, job, silent_s=plan.silent_s) as network:
-        network.hello = {"hosts": plan.hosts, "ranks": plan.ranks}
+    hello = {"hosts": plan.hosts, "ranks": plan.ranks}
+    with Network(token, plan.me, job, hello, silent_s=plan.silent_s) as network:
         _listen(network, plan, own)
         with Crew(logs) as crew:
             crew.wakes(network.wake)

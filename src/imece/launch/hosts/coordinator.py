@@ -85,7 +85,8 @@ class Coordinator:
             case {"say": "role", "role": "leads" | "follows"} if self._gathers:
                 here.turn = Seek()  # host 0 was away, and the job goes on elsewhere
             case {"say": "role", "role": "seeks" | "gathers"}:
-                self._forget_at_once(host)
+                if host in self._far:
+                    self._give_up(host, f"host {host} was lost: it was cut off from others")
                 self.up(host)
             case {"say": "here", "numbers": [int(generation), int(members)]}:
                 self._numbers = max(self._numbers[0], generation), max(self._numbers[1], members)
@@ -204,11 +205,6 @@ class Coordinator:
         if host in self._job.hands:
             self._lost[host] = why
         self._change_view()
-
-    def _forget_at_once(self, host: int) -> None:
-        """A host that followed begins anew."""
-        if host in self._far:
-            self._give_up(host, f"host {host} was lost: it was cut off from others")
 
     def _change_view(self) -> None:
         """Make a view of exactly the hosts that are here, if they may go on."""

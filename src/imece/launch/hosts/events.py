@@ -22,7 +22,7 @@ class Up:
     address: Address
     """Where it listens; port 0 if it does not."""
     hello: dict[str, Any]
-    """The peer's Network.hello."""
+    """What the user of the peer's network says first."""
 
 
 @dataclass(frozen=True)

@@ -202,14 +202,10 @@ class Follower:
     def _dial_others(self) -> None:
         """Link to each of the others, the higher one dialling, so that they find each other later."""
         here = self._here
-        for host, address in here.book.items():
-            if (
-                host < here.me
-                and host not in here.up
-                and here.standing
-                and host in here.standing.newest.hosts
-            ):
-                here.network.dial(host, address, patience_s=here.plan.patience_s)
+        assert here.standing is not None
+        for host in here.standing.newest.hosts & here.book.keys() - here.up.keys():
+            if host < here.me:
+                here.network.dial(host, here.book[host], patience_s=here.plan.patience_s)
 
     def _lose(self, why: str, surely: bool) -> None:
         """There is no coordinator any more."""

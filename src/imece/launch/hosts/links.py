@@ -37,6 +37,7 @@ class Links:
         token: bytes,
         me: int,
         job: str,
+        hello: dict[str, Any],
         silent_s: float,
         handshake_s: float,
         emit: Callable[[Event], None],
@@ -44,12 +45,11 @@ class Links:
     ) -> None:
         """spawn: runs what may take long, and ends it when all is closed."""
         self.agent = secrets.token_hex(8)
-        self.hello: dict[str, Any] = {}
         self.port = 0
         """Where this agent listens."""
         self.tunnels = Tunnels(self._reach_store, spawn)
         self.door = Door(token, handshake_s, self._incoming, emit, spawn)
-        self._me, self._job = me, job
+        self._me, self._job, self._said_first = me, job, hello
         self._token, self._handshake_s = token, handshake_s
         self._emit, self._spawn = emit, spawn
         self._silence = Silence(silent_s)
@@ -60,7 +60,7 @@ class Links:
         self._checked: set[int] = set()
 
     def _hello(self, purpose: Purpose) -> Hello:
-        return Hello(purpose, VERSION, self._job, self._me, self.agent, self.port, self.hello)
+        return Hello(purpose, VERSION, self._job, self._me, self.agent, self.port, self._said_first)
 
     def dial(self, host: int, address: Address, patience_s: float) -> None:
         """Make a link in the background, in place of an earlier dial."""

@@ -1,11 +1,9 @@
 """The links of one agent to those of the other hosts, in a thread of their own; what happens becomes events.
 
-    with Network(token, me=0, job="imece", silent_s=10.0) as network:
-        port = network.listen("10.0.0.1", 29400)
-        ...                                        # wait until network.wake is readable
-        for event in network.events(): ...
-
-A link ends when its peer closes it, sends something that is no message, or is silent for too long.
+with Network(token, 0, "imece", {}, silent_s=10.0) as network:
+    port = network.listen("10.0.0.1", 29400)
+    ...                                        # wait until network.wake is readable
+    for event in network.events(): ...
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from imece.errors import UserError
 from imece.launch.hosts import frames
@@ -32,16 +30,26 @@ class Network:
     closed port for a sign of that.
     """
 
-    def __init__(self, token: bytes, me: int, job: str, *, silent_s: float, handshake_s: float = 5.0) -> None:
-        """me: this host's rank. A link that hears nothing for `silent_s` ends (0: never); a stranger has
-        `handshake_s` to prove who he is. UserError if loopback is down."""
+    def __init__(
+        self,
+        token: bytes,
+        me: int,
+        job: str,
+        hello: dict[str, Any],
+        *,
+        silent_s: float,
+        handshake_s: float = 5.0,
+    ) -> None:
+        """me: this host's rank. hello: what a peer learns with its Up. A link that hears nothing for
+        `silent_s` ends (0: never); a stranger has `handshake_s` to prove who he is. UserError if loopback is
+        down."""
         tunnel = listen_here()
         tunnel.setblocking(False)
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: list[asyncio.Task[None]] = []
-        self._links = Links(token, me, job, silent_s, handshake_s, self._emit, self._spawn)
+        self._links = Links(token, me, job, hello, silent_s, handshake_s, self._emit, self._spawn)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="imece-network", daemon=True)
         self.wake, self._waker = socket.socketpair()
@@ -66,16 +74,6 @@ class Network:
             self._loop.close()
             self.wake.close()
             self._waker.close()
-
-    @property
-    def hello(self) -> dict[str, Any]:
-        """What a peer learns with its Up; may be replaced at any time, by less than 1 MiB of JSON."""
-        return self._links.hello
-
-    @hello.setter
-    def hello(self, hello: dict[str, Any]) -> None:
-        frames.pack(hello)
-        self._links.hello = hello
 
     def events(self) -> list[Event]:
         """The events since the last call; never waits."""
@@ -118,12 +116,6 @@ class Network:
     def drop(self, link: Up) -> None:
         """Close the link after what was sent; from now on only its earlier events come."""
         self._call(self._links.drop, link)
-
-    def probe(self, address: Address, within_s: float) -> Literal["there", "refused", "silent"]:
-        """Whether an agent listens there; refused: the machine says that nothing does. Waits for
-        the answer."""
-        probing = self._links.probe(address, within_s)
-        return asyncio.run_coroutine_threadsafe(probing, self._loop).result()[0]
 
     def serve_store(self, port: int | None) -> None:
         """Lead tunnels of hosts that are Up to this port of the own loopback; None: they wait."""

@@ -14,7 +14,7 @@ import importlib.metadata
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from imece.launch.hosts import frames
 from imece.launch.hosts.addresses import Address, describe
@@ -24,7 +24,6 @@ from imece.launch.hosts.link import prepare
 VERSION = importlib.metadata.version("imece")
 CONNECT_S = 2.0  # a lost SYN is sent again after 1 s, and then after ever longer waits
 Purpose = Literal["link", "tunnel", "probe"]
-PURPOSES = ("link", "tunnel", "probe")
 MOST_HOSTS = 65_536
 
 
@@ -53,7 +52,7 @@ class Hello:
     port: int
     """Where it listens; 0 if it does not."""
     hello: dict[str, Any]
-    """From the user of the network."""
+    """From the user of the network, with what a peer learns about it."""
 
     @staticmethod
     def of(message: dict[str, Any] | None) -> Hello:
@@ -66,7 +65,7 @@ class Hello:
             case {
                 "purpose": str(purpose), "version": str(version), "job": str(job), "host": int(host),
                 "agent": str(agent), "port": int(port), "hello": dict(hello),
-            } if purpose in PURPOSES and 0 <= host < MOST_HOSTS and 0 <= port < 65_536:  # fmt: skip
+            } if purpose in get_args(Purpose) and 0 <= host < MOST_HOSTS and 0 <= port < 65_536:  # fmt: skip
                 return Hello(purpose, version, job, host, agent, port, hello)  # type: ignore[arg-type]
         raise frames.FrameError("it did not say who it is")
 
