@@ -99,6 +99,26 @@ def test_other_text(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(os.listdir(trained_run)) == before
 
 
+def test_a_model_in_hugging_faces_format(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("köy " * 50, encoding="utf-8")
+    folder, data = str(tmp_path / "hf"), ["--data", str(tmp_path / "a.txt")]
+    assert main(["export", str(trained_run), folder]) == 0
+    capsys.readouterr()
+    content = found(capsys, folder, *data)
+    text = list(("köy " * 50).encode())
+    rel = 1e-5 if content["precision"] == "fp32" else 0.02
+    expected = pytest.approx(loss_of(trained_run, [*text, 256]), rel=rel)
+    assert content["model"]["nats_per_token"] == expected
+    assert (content["step"], content["baselines"]) == (None, {})
+    assert main(["eval", folder, *data]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{folder}, {content['precision']}, on {tmp_path / 'a.txt'}: 1 doc") and err == ""
+    said = refused(capsys, folder)
+    assert said == f"imece: {folder} is no run, which would have text of its own: name text with --data\n"
+
+
 def test_a_terminal_shows_how_much_is_read(
     trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +211,7 @@ def test_what_it_refuses(
 
 
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no run folder" in refused(capsys, str(tmp_path))
+    assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, str(tmp_path))
 
 
 def test_a_run_in_fp16_without_a_gpu(

@@ -8,20 +8,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models
 
-from imece.checkpoint.load import Saved
 from imece.cli import sample
 from imece.cli.main import main
 from imece.cli.sample import Text
 from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
-from imece.models.generate import generate
+from imece.models.generate import LogitsError, generate
 from imece.models.transformer import Transformer
-from imece.train.origin import trained_model
+from imece.train.origin import model_of, trained_model
 from imece.train.run_folder import RunFolder
 
 SENTENCE = "çığ 🏔️ a�b 日本語 naïve"
@@ -63,6 +63,33 @@ def test_it_writes_the_prompt_and_what_the_model_adds(
     out, err = written(capsys, *argv, "--which", "last")
     assert out == f"köy {last}\n"
     assert err.startswith("imece: step 2: 30 tokens, ")
+
+
+def test_a_model_in_hugging_faces_format(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["export", str(trained_run), str(tmp_path / "hf")]) == 0
+    capsys.readouterr()
+    argv = [str(tmp_path / "hf"), "--prompt", "köy ", "--tokens", "30", "--temperature", "0", "--no-stop"]
+    out, err = written(capsys, *argv)
+    assert out == f"köy {greedy(trained_run, 'best', 'köy ', 30)}\n" and err.startswith("imece: 30 tokens, ")
+    said = refused(capsys, *argv, "--which", "last")
+    assert said.endswith(f"last: {tmp_path / 'hf'} is no run, and has no checkpoints: leave --which out\n")
+    monkeypatch.setattr(Text, "pieces", mock.Mock(side_effect=LogitsError))
+    assert main(["sample", str(tmp_path / "hf")]) == 2
+    assert "/hf: what its model computes is not finite: get the folder again" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_checkpoint(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(trained_run / "checkpoints" / "step-00000002")
+    last = greedy(trained_run, "last", "köy ", 5)
+    argv = ["--prompt", "köy ", "--tokens", "5", "--temperature", "0", "--no-stop"]
+    out, err = written(capsys, folder, *argv)
+    assert out == f"köy {last}\n" and err.startswith("imece: step 2: ")
+    said = refused(capsys, folder, "--which", "1")
+    assert said == f"imece: --which 1: {folder} is the checkpoint of step 2: leave --which out\n"
+    said = refused(capsys, folder.replace("-00000002", "-00000007"))
+    assert said == f"imece: {trained_run} has no checkpoint of step 7: those of 1, 2 are there\n"
 
 
 def test_the_seed_it_tells_writes_the_same_again(
@@ -120,13 +147,13 @@ def test_the_end_of_a_document_ends(
 def test_weights_that_are_not_finite(
     trained_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoilt(*args: Any) -> tuple[Transformer, Saved]:
-        model, saved = trained_model(*args)
+    def spoilt(*args: Any) -> Transformer:
+        model = model_of(*args)
         with torch.no_grad():
             model.embed.weight.fill_(torch.nan)
-        return model, saved
+        return model
 
-    monkeypatch.setattr(sample, "trained_model", spoilt)
+    monkeypatch.setattr(sample, "model_of", spoilt)
     for which, step, cure in (
         ("best", 1, "the usual cure is a new run with a lower --optimizer.lr"),
         ("last", 2, "--which best takes step 1"),
@@ -174,7 +201,8 @@ def test_what_it_refuses(
 
 
 def test_runs_it_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no run folder" in refused(capsys, str(tmp_path))
+    assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, str(tmp_path))
+    assert "no such folder: name a run, or a folder with config.json" in refused(capsys, str(tmp_path / "x"))
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
     (run / "tokenizer.json").unlink()

@@ -275,6 +275,15 @@ def test_a_run_goes_on_from_its_checkpoints_and_is_exported_as_it_came(
     for name, each in before.state_dict().items():
         weights.fill(found := torch.empty_like(each), f"model/{name}")
         assert torch.equal(found, each)
+    # Or the checkpoint whose folder is named.
+    step = "run/checkpoints/step-00000004"
+    ready(words(tmp_path, step, "fourth"))
+    assert (tmp_path / "fourth/from/tokenizer.json").read_bytes() == (
+        exported / "tokenizer.json"
+    ).read_bytes()
+    last, _ = trained_model(RunFolder(tmp_path / "run"), "4")
+    for name, each in last.state_dict().items():
+        assert torch.equal(open_weights(str(tmp_path / step)).tensor(f"model/{name}"), each)
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "third"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["nats_per_token"] > 0
@@ -326,7 +335,7 @@ def with_tensors(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
     ("spoil", "said"),
     [
         (lambda folder: shutil.rmtree(folder), "no such folder: name a run, or a folder with config.json"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
+        (lambda folder: (folder / "config.json").unlink(), "nor a model in .* has no config.json"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
             "model_type is 'gpt2'; there are llama, mistral",

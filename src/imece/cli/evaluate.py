@@ -19,9 +19,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from imece.checkpoint.commit import METRIC_ON
-from imece.checkpoint.load import Saved
 from imece.cli.options import check_named, parse
-from imece.cli.trained import best_device, open_run, say, tokenizer_of
+from imece.cli.trained import best_device, say
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
 from imece.data.sources import sources
@@ -30,11 +29,11 @@ from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.listing import many
 from imece.observe.units import megabytes, si
-from imece.train.config import Dtype, TrainConfig
+from imece.train.config import Dtype, TrainConfig, defaults
 from imece.train.evaluate import evaluate, summed
-from imece.train.origin import sequence_length, trained_model
+from imece.train.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of
 from imece.train.precision import Precision, choose_precision
-from imece.train.run_folder import RunFolder, Which, check_which
+from imece.train.run_folder import Which, check_which
 
 PROG = "imece eval"
 DESCRIPTION = (
@@ -51,9 +50,10 @@ class EvalOptions:
     """Options of `imece eval`."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The run folder."""
+    """The run folder, or a folder with a model in Hugging Face's format."""
     data: tuple[str, ...] = ()
-    """Files, folders or globs, as for imece train. Default: the text that the run held out."""
+    """Files, folders or globs, as for imece train. Default: the text that the run held out; a folder that is
+    no run has none."""
     field: str | None = None
     """The field of a .jsonl or .parquet record that has the text. Default: as in the run."""
     which: Which = "best"
@@ -71,18 +71,20 @@ def run(argv: Sequence[str]) -> int:
     """`imece eval ARGV`: exit status 0."""
     check_named(argv, ("--data",))
     options = parse(EvalOptions, argv, PROG, DESCRIPTION)
-    folder, device = open_run(options.run), best_device()
-    config = folder.config()
-    model, saved = trained_model(folder, options.which, device)
-    tokenizer = tokenizer_of(folder, saved)
-    with _data(options, folder, config, tokenizer, saved) as (part, others):
+    weights, device = open_weights(options.run, options.which), best_device()
+    saved = weights.saved
+    if saved is None and not options.data:
+        raise UserError(f"{options.run} is no run, which would have text of its own: name text with --data")
+    config = weights.home.config() if saved is not None else defaults(options.run, 0)
+    tokenizer, model = tokenizer_of(weights), model_of(weights, device)
+    with _data(options, weights, config, tokenizer) as (part, others):
         precision = _precision(config.compute.dtype, device)
         seq = sequence_length(config, model.config)
         with _read(part, partial(summed, model, precision)) as each:
             nats, tokens = evaluate(model, part, seq, _SEQUENCES, precision, nats=each)
         found: dict[str, Any] = {
             "run": options.run,
-            "step": saved.step,
+            "step": saved.step if saved is not None else None,
             "precision": precision.name,
             "data": list(options.data) or "held out",
             "documents": part.documents,
@@ -141,14 +143,15 @@ def _read(
 
 @contextlib.contextmanager
 def _data(
-    options: EvalOptions, folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, saved: Saved
+    options: EvalOptions, weights: Weights, config: TrainConfig, tokenizer: Tokenizer
 ) -> Iterator[tuple[Part, TokenFiles | None]]:
-    """Yields what to read, and the run's own tokens: None if they are gone, which is allowed with --data."""
-    own = _own_tokens(folder, config, tokenizer, saved, needed=not options.data)
+    """Yields what to read, and the run's own tokens: None if there is no run or they are gone, which is
+    allowed with --data."""
+    own = _own_tokens(weights, config, tokenizer, needed=not options.data)
     if not options.data:
         assert own is not None
         if not len(own.validation.tokens):
-            raise UserError(f"{folder.path} held out no document: name text with --data")
+            raise UserError(f"{weights.home.path} held out no document: name text with --data")
         yield own.validation, own
         return
     field = config.data.field if options.field is None else options.field
@@ -170,10 +173,13 @@ def _data(
 
 
 def _own_tokens(
-    folder: RunFolder, config: TrainConfig, tokenizer: Tokenizer, saved: Saved, needed: bool
+    weights: Weights, config: TrainConfig, tokenizer: Tokenizer, needed: bool
 ) -> TokenFiles | None:
+    saved = weights.saved
+    if saved is None:
+        return None
     try:
-        own = open_tokens(folder.tokens(config), verify=True)
+        own = open_tokens(weights.home.tokens(config), verify=True)
         if own.tokenizer_hash != tokenizer.hash:
             raise UserError(
                 f"{own.folder}: made with another tokenizer than this run's: imece train makes them again"
@@ -194,8 +200,9 @@ def _own_tokens(
 def _table(found: Mapping[str, Any]) -> Iterator[str]:
     data = found["data"] if isinstance(found["data"], str) else ", ".join(found["data"])
     documents = many(found["documents"], "document")
+    step = f"step {found['step']}, " if found["step"] is not None else ""
     yield (
-        f"{found['run']}, step {found['step']}, {found['precision']}, on {data}: {documents}, "
+        f"{found['run']}, {step}{found['precision']}, on {data}: {documents}, "
         f"{megabytes(found['bytes'])}, {si(found['tokens'])} tokens"
     )
     yield ""

@@ -20,13 +20,10 @@ import torch
 import tyro
 from tokenizers.processors import TemplateProcessing
 
-from imece.checkpoint.load import Source
 from imece.checkpoint.names import MODEL
 from imece.cli.export_adapter import write_adapter
 from imece.cli.options import parse
-from imece.cli.trained import open_run, tokenizer_of
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
-from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
     CONFIG,
@@ -38,11 +35,10 @@ from imece.models.hugging_face import (
     tokenizer_config,
 )
 from imece.models.hugging_face_files import write_weights
-from imece.models.shape import TransformerConfig
 from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
-from imece.train.origin import trained
-from imece.train.run_folder import RunFolder, Which, check_which, read_shape
+from imece.train.origin import Weights, tokenizer_of, weights_of
+from imece.train.run_folder import Which, check_which, find_run
 from imece.writing import NO_SPACE
 
 PROG = "imece export"
@@ -81,54 +77,42 @@ class ExportOptions:
 def run(argv: Sequence[str]) -> int:
     """`imece export ARGV`: exit status 0 when the whole folder is there."""
     options = parse(ExportOptions, argv, PROG, DESCRIPTION)
-    folder = open_run(options.run)
+    folder, which = find_run(options.run, options.which)
+    config = folder.config()
     most_bytes = read_bytes(options.max_shard)
     target = free_folder(options.folder)
-    saved, config = folder.saved(options.which), folder.config()
-    tokenizer, dtype = tokenizer_of(folder, saved), _DTYPES[options.dtype]
+    saved, dtype = folder.saved(which), _DTYPES[options.dtype]
     if options.to == "adapter" and not config.lora.rank:
         raise UserError(f"{options.run} has trained all of the model, and no adapters: take --to hf")
-    shape = read_shape(saved.state["model"])
     with _whole(target) as partial:
         if options.to == "adapter":
             parameters = write_adapter(partial, saved, config, dtype)
         else:
-            source = trained(folder, saved)
-            parameters = write_hugging_face(
-                partial, source, shape, tokenizer, folder.origin, dtype, most_bytes
-            )
+            parameters = write_hugging_face(partial, weights_of(folder, saved), dtype, most_bytes)
     size = sum(path.stat().st_size for path in target.iterdir())
     told = gigabytes(size) if size >= 1e9 else megabytes(size)
     print(f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {told}")
     if options.to == "adapter":
         print(f"load  peft.PeftModel.from_pretrained(model, {options.folder!r})")
-        base = RunFolder(Path(config.model.weights))
-        first = f"what imece export {as_argument(base.path)} DIR writes" if base.config_file.exists() else ""
-        print(f"      with the model that transformers loads from {first or base.path}")
+        base, which = find_run(config.model.weights)
+        only = f" --which {which}" if which != "best" else ""
+        first = f"what imece export {as_argument(base.path)} DIR{only} writes"
+        loaded = first if base.config_file.exists() else str(base.path)
+        print(f"      with the model that transformers loads from {loaded}")
     else:
         print(f"load  transformers.AutoModelForCausalLM.from_pretrained({options.folder!r})")
     return 0
 
 
-def write_hugging_face(
-    folder: Path,
-    source: Source,
-    shape: TransformerConfig,
-    tokenizer: Tokenizer,
-    origin: Path,
-    dtype: torch.dtype,
-    most_bytes: int,
-) -> int:
+def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_bytes: int) -> int:
     """Write all files into an existing folder and return the number of parameters. OSError if that fails;
-    UserError if `source`, which has all parameters of `shape`, cannot be read.
+    UserError if the weights cannot be read.
 
-    origin: the run's copy of the folder that it began from, if there is one: its tokenizer is copied
-    unchanged. Memory holds one tensor at a time. config.json is written last: without it nobody reads the
-    rest.
+    If the run began from a folder, that folder's tokenizer is copied unchanged. Memory holds one tensor at a
+    time. config.json is written last: without it nobody reads the rest.
     """
-    stored = (
-        (name.removeprefix(MODEL), source.tensor(name)) for name in source.names() if name.startswith(MODEL)
-    )
+    shape, tokenizer, origin = weights.config, tokenizer_of(weights), weights.home.origin
+    stored = ((name.removeprefix(MODEL), weights.tensor(name)) for name in weights.names())
     began = read_json(origin / CONFIG) if (origin / CONFIG).exists() else {}
     config, tensors = to_hugging_face(
         shape, stored, dtype=dtype, end=tokenizer.end, like=began.get("model_type")

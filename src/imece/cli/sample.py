@@ -12,15 +12,14 @@ from typing import Annotated
 import torch
 import tyro
 
-from imece.checkpoint.load import Saved
 from imece.cli.options import parse
-from imece.cli.trained import best_device, open_run, say, tokenizer_of
+from imece.cli.trained import best_device, say
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible
-from imece.train.origin import trained_model
-from imece.train.run_folder import RunFolder, Which, check_which
+from imece.train.origin import Weights, model_of, open_weights, tokenizer_of
+from imece.train.run_folder import Which, check_which
 
 PROG = "imece sample"
 DESCRIPTION = (
@@ -36,7 +35,7 @@ class SampleOptions:
     """Options of `imece sample`."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The run folder."""
+    """The run folder, or a folder with a model in Hugging Face's format."""
     prompt: str = ""
     """The beginning of the text; -: read it from standard input. Empty: begin a new document."""
     tokens: int = 200
@@ -71,9 +70,8 @@ class SampleOptions:
 def run(argv: Sequence[str]) -> int:
     """`imece sample ARGV`: exit status 0 once the text is written."""
     options = parse(SampleOptions, argv, PROG, DESCRIPTION)
-    folder, device = open_run(options.run), best_device()
-    model, saved = trained_model(folder, options.which, device)
-    tokenizer = tokenizer_of(folder, saved)
+    weights, device = open_weights(options.run, options.which), best_device()
+    tokenizer, model = tokenizer_of(weights), model_of(weights, device)
     prompt = _standard_input() if options.prompt == "-" else options.prompt
     # Training puts this token before each document, so to the model it means a beginning.
     ids = [tokenizer.before, *tokenizer.encode(prompt)]
@@ -101,11 +99,12 @@ def run(argv: Sequence[str]) -> int:
             _show(piece)
     except LogitsError:
         _show("\n")  # after the prompt, and what came before
-        raise UserError(_unusable(folder, saved, options.which)) from None
+        raise UserError(_unusable(weights)) from None
     seconds = time.perf_counter() - began
     _show("\n")
     speed = f"{text.tokens / seconds:,.0f} tokens/s" if text.tokens else "the document ended at once"
-    say(f"step {saved.step}: {text.tokens:,} tokens, {speed}; --seed {seed} writes this again")
+    step = f"step {weights.saved.step}: " if weights.saved is not None else ""
+    say(f"{step}{text.tokens:,} tokens, {speed}; --seed {seed} writes this again")
     return 0
 
 
@@ -148,15 +147,21 @@ class Text:
         return self._tokenizer.decode(self._context + self._new)[len(before) :]
 
 
-def _unusable(folder: RunFolder, saved: Saved, which: Which) -> str:
-    """The message that this checkpoint's outputs choose no token, and what to do."""
-    other: Which = "last" if which == "best" else "best"
-    step = folder.saved(other).step
-    if step < saved.step:
-        cure = f"--which {other} takes step {step}"
-    else:
-        cure = "the usual cure is a new run with a lower --optimizer.lr"
-    return f"{saved.folder}: what its model computes is not finite, so its training went wrong before: {cure}"
+def _unusable(weights: Weights) -> str:
+    """The message that this model's outputs choose no token, and what to do."""
+    said = f"{weights.folder}: what its model computes is not finite"
+    if weights.saved is None:
+        return f"{said}: get the folder again, or name another"
+    earlier = {which: weights.home.saved(which).step for which in ("best", "last")}
+    cure = next(
+        (
+            f"--which {which} takes step {step}"
+            for which, step in earlier.items()
+            if step < weights.saved.step
+        ),
+        "the usual cure is a new run with a lower --optimizer.lr",
+    )
+    return f"{said}, so its training went wrong before: {cure}"
 
 
 def _show(text: str) -> None:

@@ -22,7 +22,7 @@ from imece.checkpoint.load import Saved
 from imece.checkpoint.names import MODEL
 from imece.checkpoint.weights import check_shapes, fill
 from imece.data.files import other_place
-from imece.data.tokenizer import load_tokenizer
+from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
     CONFIG,
@@ -37,7 +37,7 @@ from imece.models.transformer import Transformer
 from imece.train.adapters import check_libraries
 from imece.train.config import TrainConfig
 from imece.train.merged import Merged
-from imece.train.run_folder import RunFolder, Which, read_shape
+from imece.train.run_folder import RunFolder, Which, find_run, read_shape
 from imece.writing import write_whole
 
 _LONGEST = 512  # default length of sequences in tokens: contexts may have up to 131,072
@@ -48,8 +48,11 @@ class Weights:
     """A model on the disk as a checkpoint (`Source`) that has parameters and nothing else."""
 
     config: TransformerConfig
+    home: RunFolder
+    """The run, or the folder itself: here the tokenizer lies."""
+    saved: Saved | None
+    """The run's checkpoint."""
     _of: HuggingFaceModel | Saved | Merged
-    _prefix: str  # of the names in the folder
 
     @property
     def folder(self) -> Path:
@@ -84,48 +87,74 @@ class Weights:
         self._of.fill(target.detach(), self._there(name), start)
 
     def _there(self, name: str) -> str:
-        return self._prefix + name.removeprefix(MODEL)
+        return name if self.saved is not None else name.removeprefix(MODEL)
 
 
-def open_weights(name: str) -> Weights:
-    """The model in a folder; for a run, its best checkpoint. UserError if the folder is wrong."""
-    folder = Path(os.path.expanduser(name))
-    if not os.path.isdir(folder):
+def open_weights(name: str, which: Which = "best") -> Weights:
+    """The model in a folder; `which` of a run's checkpoints, or the one whose own folder this is. UserError
+    if the folder is wrong."""
+    run, which = find_run(name, which)
+    if not os.path.isdir(run.path):
         raise UserError(
-            f"--from {name}: no such folder: name a run, or a folder with {CONFIG}, safetensors and "
+            f"{name}: no such folder: name a run, or a folder with {CONFIG}, safetensors and "
             "tokenizer.json; a model of the Hub has to be downloaded first"
         )
-    run = RunFolder(folder)
-    if not run.config_file.exists():
-        model = HuggingFaceModel.open(folder)
-        return Weights(model.config, model, "")
-    saved = run.saved("best")
-    shape, found = read_shape(saved.state["model"]), trained(run, saved)
+    if os.path.exists(run.config_file):
+        return weights_of(run, run.saved(which))
+    if not os.path.exists(run.path / CONFIG):
+        raise UserError(
+            f"{name} is neither a run, it has no {run.config_file.name}, nor a model in Hugging Face's "
+            f"format, it has no {CONFIG}: check the path"
+        )
+    if which != "best":
+        raise UserError(f"--which {which}: {name} is no run, and has no checkpoints: leave --which out")
+    model = HuggingFaceModel.open(run.path)
+    return Weights(model.config, run, None, model)
+
+
+def weights_of(run: RunFolder, saved: Saved) -> Weights:
+    """The model in a run's checkpoint; adapters are merged into it. UserError if their base is gone."""
+    config, shape = run.config(), read_shape(saved.state["model"])
+    found: Saved | Merged = saved
+    if config.lora.rank:
+        check_libraries(config.lora, to_train=False)
+        found = Merged(saved, open_base(config, run), config.model.weights, config.lora)
     check_shapes(found, shapes_of(shape))
-    return Weights(shape, found, MODEL)
+    return Weights(shape, run, saved, found)
 
 
-def trained(run: RunFolder, saved: Saved) -> Saved | Merged:
-    """A checkpoint's whole model; adapters are merged into it. UserError if their base is gone."""
-    config = run.config()
-    if not config.lora.rank:
-        return saved
-    check_libraries(config.lora, to_train=False)
-    return Merged(saved, open_base(config, run), config.model.weights, config.lora)
+def model_of(weights: Weights, device: torch.device | str = "cpu") -> Transformer:
+    """The model, in fp32, ready for evaluation. UserError if its weights cannot be read."""
+    with torch.device("meta"):
+        model = Transformer(weights.config)
+    model.to_empty(device=device)
+    fill(model, weights)
+    return model.eval()
 
 
 def trained_model(
     run: RunFolder, which: Which = "last", device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Saved]:
-    """The model that a run trained, ready for evaluation, with adapters merged into its weights."""
+    """The model that a run trained, and the checkpoint that has it."""
     saved = run.saved(which)
-    with torch.device("meta"):
-        model = Transformer(read_shape(saved.state["model"]))
-    model.to_empty(device=device)
-    found = trained(run, saved)
-    check_shapes(found, {name: tuple(each.shape) for name, each in model.named_parameters()})
-    fill(model, found)
-    return model.eval(), saved
+    return model_of(weights_of(run, saved), device), saved
+
+
+def tokenizer_of(weights: Weights) -> Tokenizer:
+    """The tokenizer that lies with the model. UserError if it is another model's."""
+    file, saved = weights.home.tokenizer_file, weights.saved
+    tokenizer = load_tokenizer(file)
+    if saved is not None and tokenizer.hash != saved.state["tokenizer_hash"]:
+        raise UserError(
+            f"{file}: not the tokenizer that step {saved.step} was trained with, so its tokens mean "
+            "something else: put the old file back"
+        )
+    if tokenizer.vocab_size > weights.config.vocab_size:
+        raise UserError(
+            f"{file} has {tokenizer.vocab_size:,} entries, the model beside it only "
+            f"{weights.config.vocab_size:,}: they are not of one model, get both from one place"
+        )
+    return tokenizer
 
 
 def open_base(config: TrainConfig, run: RunFolder) -> Weights:
@@ -153,8 +182,10 @@ def keep(config: TrainConfig) -> None:
     run = RunFolder(config.folder)
     if not config.model.weights or (run.origin / CONFIG).exists():
         return
-    shape = _check(config)
-    source = RunFolder(Path(os.path.expanduser(config.model.weights)))
+    found = open_weights(config.model.weights)
+    sequence_length(config, found.config)
+    tokenizer_of(found)
+    source = found.home
     files = dict[str, Path]()
     for folder in (source.path, source.origin):  # a run's own copy takes precedence
         files |= {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -169,28 +200,13 @@ def keep(config: TrainConfig) -> None:
                 content = path.read_bytes()
                 break
         else:
-            content = json.dumps(to_hugging_face(shape, ())[0], indent=2).encode()
+            content = json.dumps(to_hugging_face(found.config, ())[0], indent=2).encode()
         write_whole(run.origin / CONFIG, content, durable=True)
     except OSError as error:
         raise UserError(
             f"{error.filename or run.origin}: cannot be kept in the run folder ({error.strerror}): "
             f"{other_place(error)} folder"
         ) from error
-
-
-def _check(config: TrainConfig) -> TransformerConfig:
-    """The shape. UserError unless folder, tokenizer and config fit together."""
-    name = config.model.weights
-    shape = open_weights(name).config
-    sequence_length(config, shape)
-    source = RunFolder(Path(os.path.expanduser(name)))
-    tokenizer = load_tokenizer(source.tokenizer_file)
-    if tokenizer.vocab_size > shape.vocab_size:
-        raise UserError(
-            f"{source.tokenizer_file} has {tokenizer.vocab_size:,} entries, the model beside it only "
-            f"{shape.vocab_size:,}: they are not of one model, get both from one place"
-        )
-    return shape
 
 
 def shape_of(config: TrainConfig, vocab_size: int) -> TransformerConfig:

@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from imece.checkpoint.files import step_of
 from imece.checkpoint.load import Saved, all_steps, best, newest, of_step
 from imece.data.batches import Batches
 from imece.data.build import discard
@@ -266,6 +267,20 @@ class RunFolder:
         for line in dict.fromkeys(damaged):
             print(f"imece: damaged, so another checkpoint is used: {line}", file=sys.stderr, flush=True)
         return found
+
+
+def find_run(name: str, which: Which = "best") -> tuple[RunFolder, Which]:
+    """The run in a folder, and `which`; of the folder of one of its checkpoints, the run and that step.
+
+    UserError for such a folder if `which` names another one. Whether there is a run is not looked at.
+    """
+    folder = Path(os.path.expanduser(name))
+    run, step = RunFolder(Path(os.path.abspath(folder)).parent.parent), step_of(folder)
+    if step is None or folder.parent.name != run.checkpoints.name or not os.path.exists(run.config_file):
+        return RunFolder(folder), which
+    if which != "best":
+        raise UserError(f"--which {which}: {name} is the checkpoint of step {step}: leave --which out")
+    return run, str(step)
 
 
 def shape_as_json(config: TransformerConfig) -> dict[str, Any]:
