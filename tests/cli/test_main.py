@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 
 from imece import __version__
 from imece.cli.launch import split
@@ -222,6 +223,7 @@ def test_torchruns_options_for_one_host(
         ("--monitor-interval", "the end of a rank is seen at once"),
         ("--start-method", "each rank is a new process of its own"),
         ("--role", "ranks have no roles here"),
+        ("--event-log-handler", "what happens to ranks is told on standard error"),
         ("--local-addr", "the ranks of one host meet at a free port"),
     ):
         _, _, err = run("launch", "--nproc-per-node=1", word, "3", str(tmp_path / "s.py"))
@@ -233,6 +235,29 @@ def test_torchruns_options_for_one_host(
         "",
         "imece: --nproc-per-node gpu: there is no GPU on this host that torch can use\n",
     )
+
+
+def test_every_option_of_torchrun_is_taken_or_refused_by_name(asked: list[int], tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    refusals = {}
+    for action in get_args_parser()._actions:
+        for option in set(action.option_strings) - {"-h", "--help", "--nproc-per-node", "--nproc_per_node"}:
+            value = [] if action.nargs == 0 else ["1"]
+            words = ["launch", option, *value, "--nproc-per-node=1", str(tmp_path / "s.py")]
+            status, _, err = run(*words)
+            if status:
+                refusals[option.replace("_", "-")] = err
+    assert asked and not [said for said in refusals.values() if "there is no option" in said]
+    assert set(refusals) <= {
+        "--module", "-m",  # the file is a script
+        "--no-python",  # and no program
+        "--node-rank",  # there is one host
+        "--numa-binding", "--signals-to-handle", "--virtual-local-rank",
+    }  # fmt: skip
+    said = (
+        "imece: --numa-binding: ranks are bound to no cores here: leave it out, or bind in a wrapper (--no-p"
+    )
+    assert refusals["--numa-binding"].startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,14 @@ DESCRIPTION = (
     "or on each of several hosts with --hosts. "
     "The script finds torchrun's environment variables. What follows it belongs to the script. A rank that "
     "dies is replaced while the others go on, if the script is made for that; of any other script all ranks "
-    "start again, if --max-restarts says so. torchrun's options are taken too. "
+    "start again, if --max-restarts says so. torchrun's options are taken too; the few that ask for what "
+    "imece does not do are refused, with the reason. "
     "--slurm: on SLURM's nodes; imece launch --slurm --help tells more."
 )
 _RANKS = ("--ranks", "-n", "--nproc-per-node")
 _WITH_VALUE = (
-    *_RANKS, "--grace-s", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir", *hosts.OURS,
+    *_RANKS, "--grace-s", "--shutdown-timeout", "--min-ranks", "--max-restarts", "--silent-s", "--log-dir",
+    *hosts.OURS,
 )  # fmt: skip
 _DEVICES = ("auto", "gpu", "cpu")
 

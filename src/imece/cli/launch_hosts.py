@@ -27,10 +27,25 @@ _NEEDLESS = {
     "--monitor-interval": "the end of a rank is seen at once",
     "--start-method": "each rank is a new process of its own",
     "--role": "ranks have no roles here",
-    **dict.fromkeys(("--redirects", "-r", "--tee", "-t"), _SHOWN),
-}
+    "--event-log-handler": "what happens to ranks is told on standard error",
+    "--run-path": "a script is run by Python anyway",
+    **dict.fromkeys(
+        (
+            "--redirects", "-r", "--tee", "-t", "--logs-specs", "--local-ranks-filter",
+            "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--log-line-prefix-template",
+        ),
+        _SHOWN,
+    ),
+}  # fmt: skip
 """torchrun's options that change nothing here, and why."""
-TORCHRUNS = (*_THEIRS, *_MASTER, *_NEEDLESS)
+_REFUSED = {
+    "--numa-binding": "ranks are bound to no cores here: leave it out, or bind in a wrapper (--no-python)",
+    "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are passed on to ranks, no others: leave it out",
+    "--virtual-local-rank": "each rank sees all GPUs here, and takes the one of its local rank: leave it out",
+}
+"""torchrun's options that would not get what they ask for, and why."""
+_FLAGS = ("--run-path", "--virtual-local-rank")
+TORCHRUNS = tuple({*_THEIRS, *_MASTER, *_NEEDLESS, *_REFUSED} - {*_FLAGS})
 """torchrun's options that take a value."""
 _SILENT_S = 10.0  # of a host with --silent-s 0: a host, unlike a rank, may not be silent for ever
 
@@ -53,8 +68,10 @@ def as_ours(own: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     for word in words:
         typed, equals, value = word.partition("=")
         name = typed.replace("_", "-")
-        if name in TORCHRUNS or name in OURS:
-            value = value if equals else next(words, "")
+        if name in _REFUSED:
+            raise UserError(f"{name}: {_REFUSED[name]}")
+        if name in TORCHRUNS or name in OURS or name in _FLAGS:
+            value = value if equals or name in _FLAGS else next(words, "")
             theirs[name] = _number(value) if name == "--nnodes" else value
         else:
             left.append(word)

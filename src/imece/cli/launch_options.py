@@ -39,7 +39,7 @@ class LaunchOptions:
     silent_s: float = 10.0
     log_dir: Path | None = None
     """Also write what each rank prints into this folder: rank-0.log, rank-1.log, ..."""
-    grace_s: float = 30.0
+    grace_s: Annotated[float, tyro.conf.arg(aliases=["--shutdown-timeout"])] = 30.0
     """Seconds that ranks have to end after a signal was passed on to them; then they get SIGKILL."""
     hosts: int = 1
     """Number of hosts on which this command is given, with the same --ranks on each."""
