@@ -71,6 +71,18 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "How many ovens. Each is a round one." in out, "a line of the source is none of the page"
 
 
+def test_help_on_the_narrowest_of_screens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = []
+    for columns in ("5", "40"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with pytest.raises(SystemExit):
+            read("-h")
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] and max(map(len, pages[0].splitlines())) == 40
+
+
 @pytest.mark.parametrize("columns", ["30", "80", "85", "500"])
 @pytest.mark.parametrize(
     ("argv", "message"),

@@ -37,6 +37,7 @@ _ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
 _CHOICE = re.compile(
     r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\."
 )  # with line breaks where tyro wraps
+_NARROWEST = 40  # columns in which a page of help can be read
 _UNKNOWN = "Unrecognized options: "
 _NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
 
@@ -60,6 +61,8 @@ def parse(
     to suggest instead. --help prints and raises SystemExit(0). UserError, in one line, for anything that
     cannot be parsed, and for a ValueError from the dataclass' own __post_init__.
     """
+    if {"-h", "--help"} & {*argv} and shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)  # tyro never ends below 6; this process ends in any case
     complaint, page = io.StringIO(), _Page(sys.stdout)
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(page):
