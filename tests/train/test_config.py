@@ -126,7 +126,7 @@ CONFIGS = some(
         bad_steps=COUNTS,
     ),
     validate=some(ValidateSection, every=COUNTS_OR_0, tokens=COUNTS_OR_0),
-    checkpoint=some(CheckpointSection, every=COUNTS_OR_0, keep=COUNTS),
+    checkpoint=some(CheckpointSection, every=COUNTS_OR_0, minutes=RATES, keep=COUNTS),
     watch=some(WatchSection, drift_every=st.integers(0, 100_000), slow_ratio=st.floats(1, 10)),
 )
 
@@ -271,7 +271,7 @@ OTHER: dict[str, Any] = {
     "mesh.pipeline": 2, "mesh.schedule": "gpipe",
     "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
     "compute.offload": "optimizer", "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1,
-    "checkpoint.every": 1,
+    "checkpoint.every": 1, "checkpoint.minutes": 0.5,
     "checkpoint.keep": 1, "watch.drift_every": 1, "watch.slow_ratio": 2.0,
 }  # fmt: skip
 
@@ -295,7 +295,8 @@ def test_the_list_of_what_may_change() -> None:
         "run", "ranks", "steps", "epochs", "data.folder",
         "strategy", "mesh.context", "mesh.tensor", "mesh.sequence", "mesh.pipeline", "mesh.schedule",
         "batch.micro", "compute.compile", "compute.recompute", "compute.offload",
-        "compute.bad_steps", "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.keep",
+        "compute.bad_steps", "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.minutes",
+        "checkpoint.keep",
         "watch.drift_every", "watch.slow_ratio",
     }  # fmt: skip
     assert expected == MAY_CHANGE and expected < OTHER.keys()

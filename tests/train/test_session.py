@@ -33,6 +33,7 @@ from imece.train.step import Outcome, Step
 from imece.train.watching import Watching
 
 CPU = torch.device("cpu")
+EVERY_2 = CheckpointSection(every=2)
 
 
 @pytest.fixture
@@ -70,6 +71,7 @@ def loop_of(session: Session) -> Any:
     loop._drift.digest.return_value = 0.0
     loop._new_drift = mock.Mock(return_value=loop._drift)  # type: ignore[method-assign]
     loop._memory, loop._stragglers = mock.Mock(most_bytes=lambda: 0), mock.Mock()
+    loop._saved_at = 0.0
     loop._own = loop._made = loop._pending = loop._recovered = loop._save_s = None
     loop._tokens_per_s_of_rank = 1.0
     return loop
@@ -127,12 +129,17 @@ def test_numbers_of_an_aborted_call_are_not_believed(
 
 
 def saves_of(
-    session: Session, skipped: list[int], steps: int, signal_at: int = 0, watching: Any = None
+    session: Session,
+    skipped: list[int],
+    steps: int,
+    signal_at: int = 0,
+    watching: Any = None,
+    checkpoint: CheckpointSection = EVERY_2,
 ) -> list[tuple[int, bool]]:
     """The steps that a run from step 8 on saves, and whether older ones make room for them."""
     loop = loop_of(session)
     loop._watching = watching or loop._watching
-    session.config = TrainConfig(steps=steps, checkpoint=CheckpointSection(every=2))
+    session.config = TrainConfig(steps=steps, checkpoint=checkpoint)
     session.prepared.tokens.validation.tokens = range(0)  # type: ignore[misc, assignment]
     session.batches.epoch.return_value = 0.0  # type: ignore[attr-defined]
     session.step.blame.return_value = []  # type: ignore[attr-defined]
@@ -140,12 +147,16 @@ def saves_of(
 
     def run(index: int, lr: float) -> Outcome:
         loop._watching.tell()  # meanwhile
+        loop._stop.signal = 15 if index + 1 == signal_at else 0
         return Outcome(1.0, 32, 1.0, "not finite" if index + 1 in skipped else "")
 
     session.step.run = run  # type: ignore[method-assign]
     loop._stragglers.slow = None
-    loop._gather = lambda _: _Together(1.0, 32, 1, 15 if session.done == signal_at else 0)
-    assert loop.run() == (15 if signal_at else 0)
+    with (
+        mock.patch.object(ops, "all_gather", lambda out, mine, **_: out.copy_(mine)),
+        mock.patch.object(loops, "sent", lambda tensor, _: tensor),  # there need be no GPU
+    ):
+        assert loop.run() == (15 if signal_at else 0)
     calls = session.checkpoints.save.call_args_list  # type: ignore[attr-defined]
     return [(call.args[0], not call.kwargs["keep_all"]) for call in calls]
 
@@ -223,6 +234,15 @@ def test_a_save_that_is_owed_stays_so_until_it_is_begun(session: Session) -> Non
     with pytest.raises(MovedOnError):
         loop_of(session)._save(False)
     assert session.owes_save
+
+
+def test_a_save_after_so_many_minutes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(
+        monotonic=lambda: 50.0 * (session.done - 8), perf_counter=lambda: 0.0, time=lambda: 0.0
+    )
+    monkeypatch.setattr(loops, "time", clock)
+    every = CheckpointSection(every=0, minutes=2)
+    assert saves_of(session, [], 18, checkpoint=every) == [(11, True), (14, True), (17, True), (18, True)]
 
 
 def test_own_figures_of_a_step_are_kept(session: Session) -> None:

@@ -339,13 +339,16 @@ class CheckpointSection:
     """Which checkpoints are made and kept."""
 
     every: int = 50
-    """Steps between two saves; 0: only at the end and when the run is stopped."""
+    """Steps between two saves; 0: only at the end, when the run is stopped, and by minutes."""
+    minutes: float = 0.0
+    """Also save when the last save is this many minutes ago; 0: not used."""
     keep: int = 2
     """Newest checkpoints to keep, fewer on a full disk; the one with the lowest validation loss is kept
     too."""
 
     def __post_init__(self) -> None:
         _least("checkpoint.every", self.every, 0)
+        _least("checkpoint.minutes", self.minutes, 0)
         _least("checkpoint.keep", self.keep, 1)
 
 

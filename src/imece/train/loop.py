@@ -42,7 +42,7 @@ class _Together:
     signal: int  # one that some rank got, or 0
     newest: float = 0.0  # for Recovery
     anew: float = 0.0
-    owes_save: bool = False  # some rank owes a save
+    owes_save: bool = False  # some rank owes a save, or has waited long enough for one
     drifted: bool = False  # ranks hold different bits where they should not
     own: tuple[tuple[float, ...], ...] = ()  # for each rank its own times of the step before, by PHASES
 
@@ -53,6 +53,7 @@ class Loop:
     def __init__(self, session: Session, watching: Watching, stop: Stop) -> None:
         self._session, self._watching, self._stop = session, watching, stop
         self._save_s: float | None = None  # how long a save has delayed the next step
+        self._saved_at = time.monotonic()
         mesh = session.mesh
         self._memory = UsedMemory(mesh)
         session.step.meanwhile = watching.tell
@@ -104,7 +105,7 @@ class Loop:
                 self._skipped(index, outcome, record)
             self._tell(record)
             ends = last or together.signal > 0
-            if ends or session.owes_save or _due(session.done, config.checkpoint.every):
+            if ends or together.owes_save or _due(session.done, config.checkpoint.every):
                 # Before the checkpoint: a run that is killed and resumes from there would never have the
                 # record.
                 self._watching.tell()
@@ -149,6 +150,7 @@ class Loop:
             session.owes_save = True
             return False
         session.save()
+        self._saved_at = time.monotonic()
         if session.mesh.rank == 0:
             self._put_back()
         return True
@@ -214,7 +216,8 @@ class Loop:
         mesh, recovery = self._session.mesh, self._session.recovery
         device, group = mesh.device, mesh.world_group
         part, parts = part_of(mesh)
-        said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(self._session.owes_save))
+        owes = self._session.owes_save or self._is_time_to_save()
+        said = (*(recovery.says() if recovery is not None else (0.0, 0.0)), float(owes))
         own = self._own or (math.nan,) * len(PHASES)
         row = [
             outcome.nats,
@@ -240,6 +243,11 @@ class Loop:
             int(signal), newest, anew, bool(owes),
             Drift.differs(digests, keys), tuple(zip(*most[5:], strict=True)),
         )  # fmt: skip
+
+    def _is_time_to_save(self) -> bool:
+        """By this rank's clock. The others hear of it, so that all save after the same step."""
+        most_s = 60 * self._session.config.checkpoint.minutes
+        return 0 < most_s <= time.monotonic() - self._saved_at
 
     def _record(self, outcome: Outcome, together: _Together, rate: float) -> dict[str, Any]:
         session = self._session

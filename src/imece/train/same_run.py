@@ -39,6 +39,7 @@ MAY_CHANGE = frozenset(
         "validate.every",
         "validate.tokens",
         "checkpoint.every",
+        "checkpoint.minutes",
         "checkpoint.keep",
         "watch.drift_every",
         "watch.slow_ratio",
