@@ -113,6 +113,20 @@ def test_loopback_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
         Network(b"a token", 0, "job", {}, silent_s=1.0)
 
 
+def test_no_thread_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = os.strerror(errno.EAGAIN)
+
+    def no_thread(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "TCPStore", no_thread)
+    with pytest.raises(UserError, match=r"no more processes or threads may be started here: raise the limit"):
+        imece.spawn(print)
+    said = "another"
+    with pytest.raises(RuntimeError, match="another"):
+        imece.spawn(print)
+
+
 def test_mpi_without_a_launcher_above() -> None:
     with pytest.raises(UserError, match="did not say where they meet"):
         connect(World(0, 2, 0, 2, "host", "mpich", "127.0.0.1"), SECOND, {})

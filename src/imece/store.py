@@ -6,6 +6,7 @@ address and hands it to the store. Ranks store JSON of limited size, never a pic
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
     import torch.distributed as dist
 
 MESSAGE_LIMIT_BYTES = 16_384
+NO_MORE = "no more processes or threads may be started here: raise the limit (ulimit -u, docker --pids-limit)"
+"""What to say after EAGAIN, whose own words are "Resource temporarily unavailable"."""
 _POLL_S = 0.02
 _MPI_PARENTS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
 
@@ -61,18 +64,24 @@ def serve(listener: socket.socket) -> dist.Store:
     """A store that this process serves at `listener`, and that takes the listener over.
 
     Returns at once, without waiting for ranks. The port closes with the store or with this process.
+    UserError if this process may have no thread for it.
     """
     import torch.distributed as dist
 
     allow_open_files()  # each rank has connections to it
     address, port = listener.getsockname()[:2]
-    return dist.TCPStore(
-        LOOPBACK if address in ("0.0.0.0", "::") else address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        return dist.TCPStore(
+            LOOPBACK if address in ("0.0.0.0", "::") else address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except RuntimeError as error:
+        if os.strerror(errno.EAGAIN) not in str(error):
+            raise
+        raise UserError(f"the store where ranks meet cannot be served: {NO_MORE}") from None
 
 
 def connect(

@@ -65,6 +65,20 @@ def try_folder(folder: Path) -> None:
             raise
 
 
+NO_TEMPORARY = "no folder takes temporary files: set TMPDIR to one that can be written"
+"""What to say where `temporary_files` finds nothing."""
+
+
+def temporary_files() -> bool:
+    """Whether any folder takes temporary files. None does where the whole file system is read-only, as in
+    many containers."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def leftovers(folder: Path, name: str = "*") -> set[Path]:
     """The files that killed processes left beside the file of that name, or beside all files of a folder.
 

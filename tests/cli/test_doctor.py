@@ -199,6 +199,12 @@ def test_what_is_found_is_shown_at_once_and_no_rank_starts_that_cannot(
     monkeypatch.setattr(doctor, "allow_open_files", lambda: 20)
     assert doctor.run([]) == 1
     assert "4 ranks need " in capsys.readouterr().out and len(shown) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "rank_findings", ranks)
+    monkeypatch.setattr(doctor, "temporary_files", lambda: False)
+    assert doctor.run([]) == 1
+    said = "fail  no folder takes temporary files: set TMPDIR to one that can be written\n"
+    assert capsys.readouterr().out.endswith(said) and len(shown) == 1
 
 
 def test_memory_port_and_versions() -> None:

@@ -427,6 +427,18 @@ def test_another_error_without_a_file_is_ours(monkeypatch: pytest.MonkeyPatch) -
         run("doctor")
 
 
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose whole file system is read-only."""
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    status, _, err = run("bench", "ddp")
+    said = "imece: no folder takes temporary files: set TMPDIR to one that can be written\n"
+    assert (status, err) == (2, said)
+
+
 def test_a_name_that_is_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="utf-8", errors="strict"))

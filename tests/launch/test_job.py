@@ -46,8 +46,8 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(clock: Clock) -> No
     for clock.now in (0.1, 29.0):
         ours.on_time(clock.now)
     assert host.said[1:] == [
-        "imece: cannot start a replacement for rank 1: [Errno 11] Resource temporarily unavailable; "
-        "tried again in 30 s"
+        "imece: cannot start a replacement for rank 1: no more processes or threads may be started here: "
+        "raise the limit (ulimit -u, docker --pids-limit); tried again in 30 s"
     ]
     assert ours.next_time() < 31.0
     host.full = False

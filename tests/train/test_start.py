@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -101,6 +102,19 @@ def test_what_ends_a_rank_that_joins_is_told(rank: Rank, monkeypatch: pytest.Mon
     monkeypatch.setattr(Session, "begin", begin)
     with pytest.raises(RuntimeError, match=r"^the others have gone$"):
         rank(0, joining=True)
+
+
+def test_a_cache_of_torch_that_cannot_be_made(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.import_module
+
+    def unwritable(name: str, package: str | None = None) -> object:
+        if name == "torch._dynamo":
+            raise PermissionError(13, "Permission denied", "/cache")
+        return found(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", unwritable)
+    with pytest.raises(UserError, match=r"'/cache'\): set TMPDIR or TORCHINDUCTOR_CACHE_DIR to a "):
+        rank(0)
 
 
 def test_gpus_that_torch_cannot_use_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

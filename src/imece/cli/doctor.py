@@ -26,6 +26,7 @@ from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
 from imece.open_files import TRAIN, allow_open_files, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
+from imece.writing import NO_TEMPORARY, temporary_files
 
 Status = Literal["ok", "warn", "fail", "link"]
 BACKENDS = ("shm", "gloo")
@@ -88,9 +89,9 @@ def run(argv: Sequence[str]) -> int:
 def findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> Iterator[Finding]:
     """All of them, each as soon as it is there. links: see `rank_findings`."""
     yield from host_findings(environ)
-    files = list(open_files(ranks, allow_open_files()))
-    yield from files
-    if all(finding.status != "fail" for finding in files):
+    needed = [*open_files(ranks, allow_open_files()), *temporary()]
+    yield from needed
+    if all(finding.status != "fail" for finding in needed):
         yield from rank_findings(ranks, environ, links)
 
 
@@ -268,6 +269,12 @@ def open_files(ranks: int, allowed: int) -> Iterator[Finding]:
     elif allowed < _FEW_FILES:
         most = most_ranks(TRAIN, allowed)
         yield Finding("warn", f"only {allowed} open files are allowed (ulimit -Hn), enough for {most} ranks")
+
+
+def temporary() -> Iterator[Finding]:
+    """A folder for temporary files: torch wants one as soon as a script makes an optimizer."""
+    if not temporary_files():
+        yield Finding("fail", NO_TEMPORARY)
 
 
 def locked_memory(limit: int, infiniband: bool) -> Iterator[Finding]:

@@ -52,8 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # some other pipe, so a mistake of ours
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename is not None or not _output_fails():
+        if error.filename is not None:
             raise  # some file, so a mistake of ours
+        from imece.writing import NO_TEMPORARY, temporary_files
+
+        if not temporary_files():
+            return _refuse(NO_TEMPORARY)
+        if not _output_fails():
+            raise
         said = f"standard output cannot be written ({error.strerror}): make room, or send it elsewhere"
         print(f"imece: {said}", file=sys.stderr)
         return 1

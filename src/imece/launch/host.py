@@ -30,7 +30,7 @@ from imece.launch.processes import (
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit, known_pid
 from imece.membership.roster import Generation, Roster, forget_meetings
-from imece.store import listen_here, serve
+from imece.store import NO_MORE, listen_here, serve
 
 if TYPE_CHECKING:  # torch is imported while a job runs: that may take many seconds
     import torch.distributed as dist
@@ -68,7 +68,7 @@ class CannotStart(Exception):
     """A member's process could not be started; the message says why."""
 
     def __init__(self, start: Start, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__(NO_MORE if isinstance(error, BlockingIOError) else str(error))
         self.start = start
 
 

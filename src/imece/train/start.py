@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,17 @@ def _check_offload(config: TrainConfig, kind: torch.device) -> None:
             raise UserError(f"--offload {config.offload}: {error}") from None
 
 
+def _check_cache() -> None:
+    """UserError if torch cannot make the folder that its compiler keeps things in: any optimizer makes it."""
+    try:
+        importlib.import_module("torch._dynamo")
+    except OSError as error:
+        raise UserError(
+            f"torch cannot make a folder for what it compiles ({error}): set TMPDIR or "
+            "TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
+        ) from None
+
+
 def default_ranks() -> int:
     """One for each GPU; without GPUs two, if there are two cores."""
     return usable_gpus() or min(2, usable_cores())
@@ -128,6 +140,7 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
         mesh = meshes.init(axes_of(config.mesh, read_world().world_size), ranks=config.ranks or None)
         check_same_start(config, mesh)
         together(mesh, lambda: check_libraries(config.lora))
+        together(mesh, _check_cache)
         with contextlib.ExitStack() as until_open:
             first = mesh.rank == 0 and not mesh.world.joining
             begun = folder.begun(config, lock) if first else contextlib.nullcontext()

@@ -78,6 +78,7 @@ def test_real_limits_are_a_users_mistake() -> None:
         assert len(rank) == 2, rank
         for text in rank:
             assert "a shared tensor needs 256.0 MiB of shared memory" in text and "\n" not in text
+            assert "(ulimit -f for its files, ulimit -v for its memory)" in text
 
 
 # A full /dev/shm.

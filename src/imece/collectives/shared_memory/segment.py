@@ -81,7 +81,10 @@ def create(nbytes: int, purpose: str, *, populate: bool = False) -> Segment:
         mapped = _map(fd, _HEADER_BYTES + nbytes, populate)
     except (OSError, ValueError) as error:
         os.close(fd)
-        raise UserError(f"{purpose} needs {_size(nbytes)} of shared memory: {error}") from None
+        raise UserError(
+            f"{purpose} needs {_size(nbytes)} of shared memory: {error}: raise the limits of this process "
+            "(ulimit -f for its files, ulimit -v for its memory)"
+        ) from None
     serial = next(_serials)
     mapped[:24] = b"".join(value.to_bytes(8, "little") for value in (_MAGIC, serial, nbytes))
     return Segment(fd, serial, nbytes, _payload(mapped), mapped)
