@@ -207,6 +207,17 @@ def test_who_has_never_heard_of_a_generation_leads_nobody(cluster: Make) -> None
     assert made.leaders == [0] and made.newest(1).members == (0, 1, 2, 3)
 
 
+def test_who_is_about_to_lead_waits_without_looking_again_and_again(cluster: Make) -> None:
+    """One that is to follow may be silent for as long as its link lasts."""
+    made = cluster(3)
+    made._ends(0)
+    while not isinstance(made.agents[1].role, Coordinator):
+        assert made._handle()
+    made._clock.now += 8.0
+    made.agents[1].on_time(made._clock.now)
+    assert made.leaders == [] and made.agents[1].role.next_time() > made._clock.now
+
+
 def test_who_seeks_follows_nobody_that_it_has_not_asked(cluster: Make) -> None:
     """Who was stopped for long may speak to one that has begun anew, and does not count any more."""
     made = cluster(3)

@@ -56,13 +56,14 @@ class Coordinator:
         self._dial_at = _NEVER
         self._look_at = 0.0
         self._id = secrets.token_hex(4)
-        self._until = time.monotonic() + plan.patience_s
-        self._say_at = time.monotonic() + _SAY_WHO_IS_MISSING_S
+        self._until = self._say_at = _NEVER
         self._know_at, self._known = 0.0, ""
+        self._serve_store()
         if self._gathers:
             here.run = f"imece-{secrets.token_hex(6)}"
-        self._serve_store()
-        if not self._gathers:
+            self._until = time.monotonic() + plan.patience_s
+            self._say_at = time.monotonic() + _SAY_WHO_IS_MISSING_S
+        else:
             here.say(f"{lead.why}; host {here.me} leads the job now")
             for host, report in lead.votes.items():
                 self._far[host] = self._new_far(host)
@@ -146,8 +147,7 @@ class Coordinator:
         if now >= self._dial_at:
             self._dial_missing()
         if not self.runs:
-            if self._gathers:
-                self._look_who_is_missing(now)
+            self._look_who_is_missing(now)
             return
         if self._has_left:
             self._tell_what_is_known(now, anyway=True)
