@@ -207,6 +207,24 @@ def test_who_has_never_heard_of_a_generation_leads_nobody(cluster: Make) -> None
     assert made.leaders == [0] and made.newest(1).members == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_of_two_that_are_about_to_lead_one_gives_way(cluster: Make, apart: bool) -> None:
+    """Hosts 1 and 2 lose each other when host 0 dies, and 3 and 4 vote for both, but follow one."""
+    made = cluster(5)
+    if apart:
+        made.away.add(frozenset((1, 2)))
+    made._ends(0)
+    made.unlink(1, 2, told=(1, 2))
+    made.settle()
+    assert made.leaders == [1] and made.newest(1).members[:6] == (2, 3, 6, 7, 8, 9)
+    assert any("host 2 was cut off from " in line for line in made.hosts[2].said)
+    made.mend()
+    made.start(0)
+    made.settle()
+    assert made.leaders == [1] and all(len(made.members(host)) == RANKS for host in range(5))
+    assert len({made.newest(host) for host in range(5)}) == 1
+
+
 def test_who_is_about_to_lead_waits_without_looking_again_and_again(cluster: Make) -> None:
     """One that is to follow may be silent for as long as its link lasts."""
     made = cluster(3)

@@ -74,8 +74,8 @@ class Coordinator:
         self._dial_missing()
 
     def up(self, host: int) -> None:
-        """Tell it who leads."""
-        if host not in self._far:
+        """Tell it who leads, once that is settled."""
+        if host not in self._far and (self.runs or self._gathers):
             role = "gathers" if self._gathers else "leads"
             self._here.send(host, {"say": "role", "role": role, "id": self._id})
 
@@ -85,6 +85,10 @@ class Coordinator:
         match message:
             case {"say": "role", "role": "leads" | "follows"} if self._gathers:
                 here.turn = Seek()  # host 0 was away, and the job goes on elsewhere
+            case {"say": "role", "role": "leads"} if not self.runs:
+                here.turn = Seek(f"cut off from host {host}, which goes on without it")
+            case {"say": "role", "role": "follows", "leader": int(leader)} if not self.runs and far:
+                self._give_up(host, f"it follows host {leader}")
             case {"say": "role", "role": "seeks" | "gathers"}:
                 if host in self._far:
                     self._give_up(host, f"host {host} was lost: it was cut off from others")
@@ -254,6 +258,8 @@ class Coordinator:
     def _run(self, now: float) -> None:
         """Start the job, or continue it."""
         here, self.runs = self._here, True
+        for host in here.up:
+            self.up(host)
         for host, far in self._far.items():
             if host not in self._new:
                 self._job.take(host, far)

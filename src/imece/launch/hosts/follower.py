@@ -63,7 +63,9 @@ class Follower:
         match message:
             case {"say": "role", "role": "seeks"} if host == self._leader:
                 self._lose("it was cut off from others", surely=False)
-            case {"say": "role", "role": "seeks" | "gathers"} if self._lost_since is None:
+            case {"say": "role", "role": "seeks" | "gathers"} | {"do": "view"} if (
+                self._lost_since is None and host != self._leader
+            ):
                 address = here.up[self._leader].address
                 answer = {"say": "role", "role": "follows", "leader": self._leader, "address": address}
                 here.send(host, answer)
@@ -75,7 +77,7 @@ class Follower:
                 here.standing = here.standing.merged(Standing.of(known))
                 self._votes[host] = to_report(report, host, time.monotonic())
                 self._elect()
-            case {"say": "role", "role": "leads"} if host == self._leader and self._lost_since is not None:
+            case {"say": "role", "role": "leads"} if self._lost_since is not None:
                 here.turn = Seek(f"cut off from host {host}, which goes on without it")
             case {"do": "view"} if self._lost_since is not None:
                 here.turn = Follow(host, message)
