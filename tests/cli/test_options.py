@@ -64,8 +64,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "imece bake" in out and "Bakes." in out and "How many ovens." in out
     assert "--crumbs INT" in out and "--glaze {milk}" in out and "--json PATH" in out and "{None" not in out
     with pytest.raises(SystemExit):
-        parse(Options, ["--help"], "imece bake", "Bakes bread in as many ovens as there are." * 4)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+        parse(Options, ["--help"], "imece bake", "Bakes bread in as many ovens as" + " --oven-count" * 9)
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 80 and page.count("--oven-count") == 10
     assert "None" not in out, "what is not set has no default to show"
     assert "(default: round)" in out and "(default: 2)" in out
     assert "How many ovens. Each is a round one." in out, "a line of the source is none of the page"

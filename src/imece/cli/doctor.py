@@ -60,8 +60,8 @@ class DoctorOptions:
     json: bool = False
     """Print JSON instead of lines."""
     attach: int | None = None
-    """Say who waits for whom in running jobs: with a process number in that rank's job, without one in all
-    jobs."""
+    """Only say who waits for whom: in the job of the rank with this process number; without a number, in all
+    jobs that run here."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -57,7 +57,7 @@ class EvalOptions:
     field: str | None = None
     """The field of a .jsonl or .parquet record that has the text. Default: as in the run."""
     which: Which = "best"
-    """Which checkpoint: best (by validation loss), last, or the number of a step."""
+    """Which checkpoint of a run: best (by validation loss), last, or the number of a step."""
     json: bool = False
     """Print JSON instead of a table."""
 

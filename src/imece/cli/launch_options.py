@@ -27,10 +27,9 @@ class LaunchOptions:
     """The script is the name of a module, as for python -m."""
     python: bool = True
     """Run the script with Python. --no-python: the script is itself a program."""
-    standalone: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Changes nothing; accepted because torchrun has it."""
     min_ranks: int = 1
-    """End the run (or start it again, with --max-restarts) once fewer ranks than these are left."""
+    """End the run (or start it again, with --max-restarts) once fewer ranks than these are left, of all
+    hosts."""
     #: How often in all a dead rank is replaced, or all ranks are started again if the others cannot go on.
     #: Default: a dead rank is replaced as long as steps are finished, and all ranks are never started again.
     max_restarts: int | None = None
@@ -39,7 +38,7 @@ class LaunchOptions:
     silent_s: float = 10.0
     log_dir: Path | None = None
     """Also write what each rank prints into this folder: rank-0.log, rank-1.log, ..."""
-    grace_s: Annotated[float, tyro.conf.arg(aliases=["--shutdown-timeout"])] = 30.0
+    grace_s: Annotated[float, tyro.conf.arg(name="shutdown-timeout", aliases=["--grace-s"])] = 30.0
     """Seconds that ranks have to end after a signal was passed on to them; then they get SIGKILL."""
     hosts: int = 1
     """Number of hosts on which this command is given, with the same --ranks on each."""
@@ -49,6 +48,8 @@ class LaunchOptions:
     """HOST:PORT at which the hosts meet: an address of host 0 and a free port there."""
     job: str = "imece"
     """A name that the launchers of all hosts give, so that none joins another job."""
+    standalone: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Changes nothing; accepted because torchrun has it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MOST_RANKS_PER_HOST:

@@ -53,7 +53,7 @@ class SlurmOptions:
     cpus_per_rank: int | None = None
     """CPUs of each rank. Default: 4, or an equal part of the allocation's node."""
     gpus_per_node: str | None = None
-    """A number of GPUs, or a kind and a number: a100:4."""
+    """A number of GPUs, or a kind and a number: a100:4. Default: none are asked for."""
     time: str | None = None
     """The time limit in one of SLURM's formats: 90, 12:00:00, 2-12. Default: the partition's."""
     partition: str | None = None

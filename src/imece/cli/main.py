@@ -19,13 +19,13 @@ from imece.errors import UserError
 
 COMMANDS = {
     "train": "train a language model on text, or go on with a run",
-    "sample": "let a trained model write",
-    "eval": "the loss of a trained model, on its own held-out text or on other",
-    "export": "a trained model in Hugging Face's format",
+    "sample": "let a trained model write, or one in Hugging Face's format",
+    "eval": "the loss of either, on the run's own held-out text or on other",
+    "export": "write a trained model in Hugging Face's format, or its adapters in peft's",
     "plan": "what fits on which GPUs, how fast it is, and why, before anything is rented",
     "convert": "read a configuration of DeepSpeed's or Accelerate's",
     "launch": "run a script on several ranks, of this host or of several; replace those that die",
-    "drill": "the same, and hit random ranks with a signal: does it go on?",
+    "drill": "the same as launch, and hit random ranks with a signal: does it go on?",
     "bench": "measure steps, memory, saves, recovery, collectives, beside torch and others",
     "doctor": "check this host, and every collective on it",
 }
@@ -120,7 +120,8 @@ def _run_module(name: str, arguments: list[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: imece COMMAND ...", "", *lines, "", "imece COMMAND --help tells more."])
+    more = "imece COMMAND --help tells more, imece --version which one this is."
+    return "\n".join(["usage: imece COMMAND ...", "", *lines, "", more])
 
 
 def _take_all() -> None:

@@ -77,9 +77,8 @@ def parse(
             )
     except SystemExit as leaving:
         if leaving.code in (0, None):
-            wrapped = textwrap.fill(
-                description, shutil.get_terminal_size().columns
-            )  # tyro leaves it as it is
+            width = shutil.get_terminal_size().columns
+            wrapped = textwrap.fill(description, width, break_on_hyphens=False)  # tyro leaves it as it is
             shown = page.getvalue().replace(description, wrapped, 1)
             print(shown.replace("[OPTIONS]", f"[OPTIONS] {operands}".rstrip(), 1), end="")
             raise

@@ -47,7 +47,8 @@ class PlanOptions:
     """A published model (llama-8b, Qwen/Qwen2.5-7B; a wrong name lists all), a size (7B), a config.json of
     Hugging Face, or file.py:function that builds the model."""
     gpus: str = ""
-    """GPUs, as number x kind: 8xH100. More than 8 are spread over hosts of 8: 1024xH100."""
+    """GPUs, as number x kind: 8xH100. More than 8 are spread over hosts of 8: 1024xH100. Needed,
+    unless --here or --check says which."""
     hosts: int = 0
     """Number of hosts, each with the GPUs of --gpus. 0: as many as --gpus needs."""
     network: str | None = None
@@ -62,7 +63,7 @@ class PlanOptions:
     strategy: StrategyName = "auto"
     """Try only this strategy; auto: all of them."""
     tensor: int | None = None
-    """GPUs that compute each layer together. Default, here and in the next four: all numbers are tried."""
+    """GPUs that compute each layer together. Default, here and in the next five: all are tried."""
     pipeline: int | None = None
     """Stages among which the layers are divided."""
     interleave: int | None = None
@@ -80,7 +81,7 @@ class PlanOptions:
     adapter_rank: int = 16
     """Rank of LoRA's matrices."""
     #: What lies in the host's memory. optimizer: masters, summed gradients and optimizer state; parameters:
-    #: also each rank's part of the parameters.
+    #: also each rank's part of the parameters. Default: nothing.
     offload: Offload | None = None
     #: Number format. bf16 and fp16 have fp32 masters, 16 bytes a parameter with AdamW; autocast: fp32
     #: weights, products in bf16, as imece train does it; fp32; bf16-pure: no masters; fp8: bf16 with the
@@ -96,7 +97,7 @@ class PlanOptions:
     tokens: str = "1B"
     """Tokens of the whole training, for its time and price: 300M, 15T."""
     scale: Literal["weak", "strong"] | None = None
-    """Answer the same for ever more hosts. weak: the batch grows along; strong: the batch stays as it is."""
+    """Also answer for ever more hosts. weak: the batch grows along; strong: the batch stays as it is."""
     here: bool = False
     """Plan for this machine. It is measured first, once, and the figures are kept."""
     again: bool = False

@@ -43,13 +43,13 @@ class SampleOptions:
     temperature: float = 0.6
     """Above 1 wilder, below 1 tamer; 0: always the likeliest token."""
     top_k: int | None = None
-    """Draw only among this many of the likeliest tokens."""
+    """Draw only among this many of the likeliest tokens. Default: among all."""
     top_p: float | None = 0.95
     """Draw only among the fewest tokens that together have this probability."""
     seed: int | None = None
     """Seed of the draws. Default: a new one each time, which is printed at the end."""
     which: Which = "best"
-    """Which checkpoint: best (by validation loss), last, or the number of a step."""
+    """Which checkpoint of a run: best (by validation loss), last, or the number of a step."""
     stop: bool = True
     """End where the document ends. --no-stop: go on with the next one."""
 

@@ -35,9 +35,10 @@ from imece.train.stopping import SIGNALS, Stop
 
 PROG = "imece train"
 DESCRIPTION = (
-    "Train a language model on text: imece train [config.toml] [options]. Without options it trains a small "
-    "one on the Python standard library here. The same command goes on with a run that was stopped. Options "
-    "are the values of the file: --print-config shows a whole one."
+    "Train a language model on text: imece train --data notes/ --run runs/notes. Without options it trains a "
+    "small one on the Python standard library here. The same command goes on with a run that was stopped. "
+    "With a file, imece train [config.toml] [options], options overrule its values; --print-config shows a "
+    "whole file."
 )
 _PRINT = "--print-config"
 _GRACE_S = 120.0  # for the end of a step and a save; a second Ctrl-C does not wait

@@ -77,13 +77,13 @@ class ModelSection:
     layers: int | None = None
     """Blocks. Default, here and below: as in the preset."""
     width: int | None = None
-    """Channels of the residual."""
+    """Channels of the residual, from block to block (hidden size)."""
     heads: int | None = None
-    """Heads of queries."""
+    """Attention heads: those of queries."""
     kv_heads: int | None = None
-    """Heads of keys and values."""
+    """Heads of keys and values; with fewer than `heads`, several queries share one."""
     mlp_width: int | None = None
-    """Channels inside the MLP."""
+    """Channels inside the MLP (intermediate size)."""
     #: Context in tokens, which is also the length of the training sequences. With --from only the latter;
     #: default then: 512, or the model's context if that is shorter.
     max_seq: int | None = None
@@ -132,12 +132,13 @@ class DataSection:
     """The text and its tokenizer."""
 
     paths: Annotated[tuple[str, ...], _also("--data")] = ()
-    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's
-    library."""
+    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's standard
+    library, as it lies on this machine."""
     field: str = "text"
     """The field of a .jsonl or .parquet record that has the text."""
     tokenizer: str = "bpe"
-    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of the --from folder."""
+    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of the --from folder,
+    the default with it."""
     vocab_size: int = 4096
     """Entries of a tokenizer that is trained here."""
     held_out: float = 0.02
@@ -145,7 +146,7 @@ class DataSection:
     validation: tuple[str, ...] = ()
     """Text that is only for validation, instead of that share; named as for --data."""
     folder: str = ""
-    """Folder for the token files; empty: the run folder. Runs on the same text can share one."""
+    """Folder for the token files, which runs on the same text can share. Default: the run folder."""
 
     def __post_init__(self) -> None:
         try:
@@ -195,7 +196,8 @@ class OptimizerSection:
     #: muon: torch's Muon for the matrices of the blocks and AdamW for the rest; adamw: AdamW for all, the
     #: default with --from.
     kind: Optimizer = "muon"
-    #: The highest learning rate. adamw needs about a third of muon's. With --from the default is 5e-5.
+    #: The highest learning rate. adamw needs about a third of muon's. With --from the default is 5e-5, with
+    #: --lora.rank 2e-4.
     lr: float = 4e-3
     schedule: Schedule = "cosine"
     """cosine or linear: down to min_lr at the last step; wsd: level, then down over the last fifth;
@@ -228,17 +230,17 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Adapters: if there are any, only they are trained, and the model of --from stays as it is."""
+    """LoRA adapters: if there are any, only they are trained, and the model of --from stays as it is."""
 
     rank: int = 0
-    """Train two matrices of this rank beside each matrix of the model, instead of the model; 0: train the
-    model."""
+    """Train two matrices of this rank beside each matrix of the model, instead of the model; such as 16. 0:
+    train the model."""
     alpha: int | None = None
-    """Adapters' outputs are multiplied by alpha / rank. Default: by 2."""
+    """Adapters' outputs are multiplied by alpha / rank. Default: twice the rank."""
     dropout: float = 0.0
     """Share of the adapters' inputs that is dropped at random in training."""
     targets: tuple[str, ...] = LINEAR
-    """The matrices of the blocks that get adapters: q k v out gate up down."""
+    """The matrices of the blocks that get adapters; usually all."""
     quantize: Quantize = "none"
     """nf4: keep the matrices of the blocks in 4 bits (QLoRA), by bitsandbytes."""
 
@@ -268,13 +270,13 @@ class MeshSection:
     tensor: int = 1
     """Ranks that divide the matrices, for large models. Must divide the number of ranks. Needs adamw."""
     sequence: bool = False
-    """With `tensor`: ranks also divide norms and the residual, by positions. Saves memory."""
+    """With --mesh.tensor: ranks also divide norms and the residual, by positions. Saves memory."""
     pipeline: int = 1
     """Ranks that divide the layers, one after the other. Must divide the number of ranks. Accumulated
     micro-batches go through them in turn, so a smaller --batch.micro lets them wait less."""
     schedule: PipelineSchedule = "1f1b"
-    """With `pipeline`. 1f1b: each backward as early as possible; gpipe: after all forwards, which needs more
-    memory; interleaved: a rank has layers at two places of the model, and waits half as long."""
+    """With --mesh.pipeline. 1f1b: each backward as early as possible; gpipe: after all forwards, which needs
+    more memory; interleaved: a rank has layers at two places of the model, and waits half as long."""
 
     def __post_init__(self) -> None:
         _least("mesh.pipeline", self.pipeline, 1)
@@ -302,13 +304,14 @@ class ComputeSection:
     """How a step is computed. A run may go on with other values."""
 
     dtype: Dtype = "auto"
-    """Number format of products: auto is bf16 if the processor or GPU multiplies in it, else fp32. Weights
-    stay fp32."""
+    """Number format of products: auto is bf16 if the processor or GPU multiplies in it, else fp32; fp16 is
+    for GPUs. Weights stay fp32."""
     compile: bool = False
     """Compile each block with torch.compile before the first step: takes some ten seconds, which longer runs
     earn back."""
     recompute: bool = False
-    """Keep only each block's input for backward: less memory, a third more work."""
+    """Keep only each block's input for backward (activation checkpointing): less memory, a third more
+    work."""
     #: On GPUs: what lies in the host's memory, whose CPUs then make the update. optimizer: masters, summed
     #: gradients and optimizer state, up to 16 bytes a parameter; parameters: also each rank's part of those
     #: (zero3, hybrid). Slower, but more fits.
@@ -374,14 +377,14 @@ class TrainConfig:
     """The whole config of a run."""
 
     run: str = ""
-    """The run folder. Default: runs/MODEL, or runs/NAME of the --from folder. If it holds a run, that run
-    goes on."""
+    """The run folder. Default: runs/ with the name of the model (runs/small) or of the --from folder. If it
+    holds a run, that run goes on."""
     ranks: int = 0
     """Processes that train together; 0: one for each GPU, or without GPUs 2 (1 on a single core)."""
     steps: int = 250
     """Optimizer steps in all. A larger number makes a finished run go on."""
     epochs: float = 0.0
-    """How many times to read the text, 0.5 for half of it: instead of steps. 0: not used."""
+    """Instead of --steps: how many times to read the text, such as 3 or 0.5. 0: not used."""
     #: What each rank holds. replicate (also ddp, NO_SHARD): everything; zero1: a part of the optimizer's
     #: state; zero2 (SHARD_GRAD_OP): also of gradients; zero3 (fsdp, FULL_SHARD): also of parameters; hybrid,
     #: hybrid_zero2: parts within a host, replicas between hosts. auto: the fastest by the planner if imece
