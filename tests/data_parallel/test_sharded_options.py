@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -635,7 +636,48 @@ def rates_of_one_that_has_ended(group: dist.ProcessGroup) -> None:
                 scheduler.step()
 
 
+def parts_by_data(group: dist.ProcessGroup) -> None:
+    """A Lookahead around the optimizer that was divided: no other rank gets what it writes, uncounted.
+
+    What all ranks write into whole parameters is no error, and neither is a rank's noise that it takes back.
+    """
+    for way in WAYS[:2]:
+        model, optimizer = wrapped(way, group)
+        for number in range(3):
+            for parameter in model.module.parameters():
+                parameter.data.clamp_(-0.01 / (number + 1), 0.2)  # some elements of some parts
+            kept = [each.detach().clone() for each in model.module.parameters()]
+            noise = torch.Generator().manual_seed(group.rank())
+            for parameter in model.module.parameters():
+                parameter.data += 1e-4 * torch.randn(parameter.shape, generator=noise)
+            loss_of(model, number).backward()
+            for parameter, before in zip(model.module.parameters(), kept, strict=True):
+                parameter.data.copy_(before)
+            optimizer.step()
+            optimizer.zero_grad()
+        slow = [each.detach().clone() for group_ in optimizer.param_groups for each in group_["params"]]
+        assert len(list(plain(model, optimizer, 2))) == 2
+        parts = [each for group_ in optimizer.param_groups for each in group_["params"]]
+        for part, before in zip(parts, slow, strict=True):
+            part.data.copy_(before + 0.5 * (part.data - before))
+        with model.no_sync():
+            loss_of(model, 3).backward()
+        with pytest.raises(MismatchError) as caught:
+            loss_of(model, 3).backward()
+        assert re.fullmatch(
+            r"the ranks' parameters differ, in an element: \S+ of (\S+) on rank 0, \S+ of \1 on rank 1. "
+            "Something wrote by `.data` into this rank's part, outside of its optimizer's step, and the "
+            "others do not have that: give imece.parallelize the outermost optimizer, such as a Lookahead; "
+            r"or call imece.barrier\(\) before it and model.take_over_masters\(\) after it, on all ranks",
+            str(caught.value),
+        )
+        optimizer.zero_grad()
+        model.take_over_masters()
+        assert len(list(plain(model, optimizer, 1))) == 1, "a loop that mends it goes on"
+
+
 CHECKS: dict[str, Check] = {
+    "parts by data": parts_by_data,
     "other rates": other_rates,
     "rates of one that has ended": rates_of_one_that_has_ended,
     "late groups": late_groups,
@@ -661,7 +703,7 @@ CHECKS: dict[str, Check] = {
 JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
-    *jobs(__name__, ["other rates", "rates of one that has ended"], (2, "shm"), (2, "gloo")),
+    *jobs(__name__, ["other rates", "rates of one that has ended", "parts by data"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half"], (3, "gloo")),
     *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),

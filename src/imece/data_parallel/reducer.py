@@ -40,7 +40,7 @@ from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.leaving import Leaving
 from imece.data_parallel.reducing.line import Line, Suspicion
 from imece.data_parallel.reducing.sharing import Sharing
-from imece.data_parallel.reducing.used import Used
+from imece.data_parallel.reducing.used import Alike, Used
 
 
 class Reducer:
@@ -90,9 +90,8 @@ class Reducer:
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
         """Weakly refers to a function to call after a backward in which no rank used some parameter, or any,
         for the first time: the module may have replaced parameters."""
-        self.rates: Callable[[], Callable[[], list[float]] | None] = lambda: None
-        """Weakly refers to a function that returns the learning rates, which must be the same on
-        all ranks."""
+        self.alike: Callable[[], Callable[[], Alike] | None] = lambda: None
+        """Weakly refers to a function that returns what must be the same on all ranks."""
         self.when_beginning: Callable[[], Callable[[], None] | None] | None = None
         """Weakly refers to a function to call when a synchronised backward begins."""
         gradients.when_over(self._over)
@@ -509,9 +508,9 @@ class Reducer:
 
     def _exchange_used(self) -> None:
         if self._learning or not self.static_graph:  # otherwise it is known
-            rates = self.rates() if self._present else None
+            alike = self.alike() if self._present else None
             self._used.exchange(
-                self._fired, self._touched, rates() if rates is not None else [], self.leaving.overlap
+                self._fired, self._touched, alike() if alike is not None else Alike(), self.leaving.overlap
             )
 
     def recover(self) -> None:

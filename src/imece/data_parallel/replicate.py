@@ -34,6 +34,7 @@ from imece.data_parallel.reducing.comm_hook import CommHook, Hook
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.line import Line, Suspicion
 from imece.data_parallel.reducing.trace import StepTrace
+from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.watch import Watch
 from imece.data_parallel.reducing.way import (
     Way,
@@ -395,7 +396,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
             self.reducer.when_newly_unused = weakref.WeakMethod(self._refuse_newcomers)
-            self.reducer.rates = weakref.WeakMethod(self._rates)
+            self.reducer.alike = weakref.WeakMethod(self._to_compare)
         self._tell_joined()
         if self.will_sync_module_buffers() and not self._buffer_sync.after_forward:
             self._sync_buffers(joining)
@@ -408,8 +409,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self.reducer.prepare()
         self.reducer.inside = synchronise
 
-    def _rates(self) -> list[float]:
-        return rates_of(each for known in self.stepped_by if (each := known()) is not None)
+    def _to_compare(self) -> Alike:
+        return Alike(rates_of(each for known in self.stepped_by if (each := known()) is not None))
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._frozen:

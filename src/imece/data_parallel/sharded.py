@@ -24,6 +24,7 @@ from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward
+from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.way import default_cap_bytes, leave_together
 from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -86,6 +87,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._has_frozen: int | None = None  # while ranks change: the rank that has all frozen parameters
         self.stepped: list[SteppedParts] = []
         self._is_compiled = False  # the latest forward was compiled as a whole
+        self._elements: Sequence[tuple[str, float]] = ()  # of parameters, for other ranks to compare
         self.has_joined = False  # under join: this rank has ended and follows the others
         super().__init__(
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
@@ -204,8 +206,12 @@ class ShardedDataParallel(DistributedDataParallel):
             in_backward.refuse(self._named_parameters())
         if self._kept is None:  # else there are no parts, between leave() and regroup()
             self.sharding.check_parts()
+            self._elements = self.sharding.written.own_part_alone()
             if self.sharding.gathering is not None:
                 self.sharding.gathering.begin_forward()
+
+    def _to_compare(self) -> Alike:
+        return super()._to_compare()._replace(elements=self._elements)
 
     def _may_come_late(self) -> bool:
         """Whether a step may end before its gathers do. Not with compiled code: it is made for ordinary

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imece.collectives import ops
-from imece.data_parallel.reducing.used import Used
+from imece.data_parallel.reducing.used import Alike, Used
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def test_flags_move_only_when_they_change(used: Used, monkeypatch: pytest.Monkey
     fired, nothing = array("i", [0, 0, 0]), array("i", [0, 0, 0])
     for now in ([1, 0, 0], [1, 0, 0], [2, 1, 0], [1, 0, 0]):
         fired[:] = array("i", now)  # in place, as the reducer counts
-        used.exchange(fired, nothing, [], async_op=False)
+        used.exchange(fired, nothing, Alike(), async_op=False)
     assert told == [[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 0]], "each step's own, whatever came of the last"
     assert moved == [0, 2, 3]
 
 
 def test_used_in_a_backward_before_counts(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "all_reduce", lambda tensor, *_, **__: tensor)
-    used.exchange(array("i", [0, 2, 0]), array("i", [1, 0, 0]), [], async_op=False)
+    used.exchange(array("i", [0, 2, 0]), array("i", [1, 0, 0]), Alike(), async_op=False)
     assert used.wait(read=True)
     assert used.anywhere == [1, 1, 0]
 

@@ -1,15 +1,16 @@
 """What ranks tell each other at the end of a backward, in one small collective.
 
 used     by parameter, whether this rank used it; then whether any rank did
-rates    a digest of the optimizers' learning rates, which must be the same on all ranks
+alike    digests of what must be the same on all ranks: learning rates, and elements of parameters
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,29 @@ from imece.errors import MismatchError
 
 _NONE_USED = -1
 _DIGEST_BYTES = 4
-_NO_RATES = bytes(2 * _DIGEST_BYTES)  # of a rank that steps nothing: zeros leave the largest of all as it is
+_NOTHING = bytes(2 * _DIGEST_BYTES)  # of a rank that has none: zeros leave the largest of all as it is
+
+
+class Alike(NamedTuple):
+    """What must be the same on all ranks that have it."""
+
+    rates: Sequence[float] = ()
+    """Learning rates, by parameter group; none if they are unknown or do not matter."""
+    elements: Sequence[tuple[str, float]] = ()
+    """Of parameters, with their names, if something may have changed them on this rank alone."""
+
+    @property
+    def values(self) -> tuple[Sequence[float], Sequence[float]]:
+        """The numbers of each kind."""
+        return self.rates, [value for _, value in self.elements]
+
+    @property
+    def digest(self) -> bytes:
+        """For each kind _DIGEST_BYTES bytes, and then each of them subtracted from 255."""
+        return b"".join(_digest(each) if each else _NOTHING for each in self.values)
+
+
+_NONE = Alike()
 
 
 class Used:
@@ -33,11 +56,10 @@ class Used:
         """device: of the parameters; many: their number."""
         self._group, self._device = group, host_device(group, device)
         self._counts: array[int] = array("i")  # the flags that were sent last
-        self._rates: list[float] = []
-        self._digest = b""
-        # uint8: flags by parameter, then the digest and its complement. This rank's, and the largest of
-        # all ranks'
-        self._told = torch.zeros(many + len(_NO_RATES), dtype=torch.uint8, device=self._device)
+        self._alike, self._digest = _NONE, b""
+        # uint8: flags by parameter, then the digests, each with its complement. This rank's, and the largest
+        # of all ranks'
+        self._told = torch.zeros(many + len(_NONE.digest), dtype=torch.uint8, device=self._device)
         self._largest = torch.empty_like(self._told)
         self._coming: Pending | torch.Tensor | None = None
         self._known_unused: set[int] = set()
@@ -48,12 +70,9 @@ class Used:
         """A backward begins: nothing is exchanged yet."""
         self._coming = None
 
-    def exchange(self, fired: array[int], touched: array[int], rates: list[float], async_op: bool) -> None:
+    def exchange(self, fired: array[int], touched: array[int], alike: Alike, async_op: bool) -> None:
         """Tell what this rank used. fired, touched: by parameter, not 0 if this backward or an earlier one
         used it.
-
-        rates: learning rates, which must be the same on all ranks; empty if they are unknown or do
-        not matter.
         """
         counts = array("i", map(max, fired, touched)) if any(touched) else fired
         if counts != self._counts:  # they seldom change, and copying to a GPU waits for all it has to do
@@ -61,8 +80,8 @@ class Used:
             self._told[: len(counts)] = torch.tensor(
                 [bool(count) for count in counts], dtype=torch.uint8, device="cpu"
             )
-        self._rates = rates
-        digest = _digest(rates) if rates and self._reads else _NO_RATES
+        self._alike = alike if self._reads else _NONE
+        digest = self._alike.digest
         if digest != self._digest:
             self._digest = digest
             self._told[len(counts) :] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
@@ -77,7 +96,7 @@ class Used:
         read: put the answer into `anywhere`. On a GPU that waits for all of backward, so do it only for an
         unused parameter.
 
-        MismatchError on every rank if learning rates differ; the message names them.
+        MismatchError on every rank if learning rates or elements differ; the message names them.
         """
         if self._coming is None:
             return False
@@ -85,9 +104,9 @@ class Used:
         self._coming = None
         if read:
             assert told is not None
-            self.anywhere = told[: -len(_NO_RATES)].tolist()
+            self.anywhere = told[: -len(_NONE.digest)].tolist()
         if self._reads:
-            self._compare_rates()
+            self._compare()
         return True
 
     @property
@@ -95,23 +114,35 @@ class Used:
         """Whether reading takes no time: the flags lie on a CPU, which may be so for a model on a GPU too."""
         return self._device.type == "cpu"
 
-    def _compare_rates(self) -> None:
+    def _compare(self) -> None:
         """A digest and its complement add up to 255s, unless the largest bytes are from different ranks."""
-        largest = self._largest[-len(_NO_RATES) :].tolist()
-        sums = {sum(each) for each in zip(largest[:_DIGEST_BYTES], largest[_DIGEST_BYTES:], strict=True)}
-        if sums <= {255} or sums == {0}:
-            return
-        texts = gather_texts(
-            [repr(rate) for rate in self._rates], self._group, self._device, "learning rates that differ"
-        )
-        said = {rank: rates for rank, rates in of_ranks(self._group, texts).items() if rates}
+        rates, elements = self._largest[-len(_NONE.digest) :].view(2, -1).tolist()
+        if _is_of_many(rates):
+            mine = [repr(rate) for rate in self._alike.rates]
+            at, said = self._first_difference(mine, "learning rates that differ")
+            raise MismatchError(
+                f"the ranks' learning rates differ, in parameter group {at}: {by_rank(said)}. Give a "
+                f"scheduler that looks at a loss, as ReduceLROnPlateau does, the same one on all ranks: the "
+                f"mean of theirs"
+            )
+        if _is_of_many(elements):
+            mine = [f"{value!r} of {name}" for name, value in self._alike.elements]
+            _, said = self._first_difference(mine, "elements of parameters that differ")
+            raise MismatchError(
+                f"the ranks' parameters differ, in an element: {by_rank(said)}. Something wrote by `.data` "
+                f"into this rank's part, outside of its optimizer's step, and the others do not have that: "
+                f"give imece.parallelize the outermost optimizer, such as a Lookahead; or call "
+                f"imece.barrier() before it and model.take_over_masters() after it, on all ranks"
+            )
+
+    def _first_difference(self, mine: list[str], label: str) -> tuple[int, Mapping[int, str]]:
+        """The index of the first text that is not the same on all ranks that have some, and theirs
+        by rank."""
+        texts = gather_texts(mine, self._group, self._device, label)
+        said = {rank: each for rank, each in of_ranks(self._group, texts).items() if each}
         rows = zip_longest(*said.values(), fillvalue="none")
         at, row = next((at, row) for at, row in enumerate(rows) if len(set(row)) > 1)
-        rates = by_rank(dict(zip(said, row, strict=True)))
-        raise MismatchError(
-            f"the ranks' learning rates differ, in parameter group {at}: {rates}. Give a scheduler that "
-            f"looks at a loss, as ReduceLROnPlateau does, the same one on all ranks: the mean of theirs"
-        )
+        return at, dict(zip(said, row, strict=True))
 
     def newly_unused(self, absent: Collection[int]) -> bool:
         """Whether now no rank used one of these, or any parameter at all, and that is new; alike on
@@ -134,7 +165,13 @@ class Used:
         del self._group
 
 
-def _digest(rates: list[float]) -> bytes:
+def _digest(values: Sequence[float]) -> bytes:
     """_DIGEST_BYTES bytes, and then each of them subtracted from 255."""
-    digest = zlib.crc32(array("d", rates)).to_bytes(_DIGEST_BYTES, "big")
+    digest = zlib.crc32(array("d", values)).to_bytes(_DIGEST_BYTES, "big")
     return digest + bytes(255 - each for each in digest)
+
+
+def _is_of_many(largest: Sequence[int]) -> bool:
+    """Whether the largest bytes of all ranks' digests come from digests that differ."""
+    halves = zip(largest[:_DIGEST_BYTES], largest[_DIGEST_BYTES:], strict=True)
+    return not {sum(each) for each in halves} <= {255} and any(largest)

@@ -1,8 +1,8 @@
-"""Finds writes of a rank into parameters, outside of a step, that would be lost."""
+"""Finds writes of a rank into parameters, outside of a step, that would be lost, or that the others lack."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -30,7 +30,9 @@ class Written:
         self._probes: list[_Probe] = []
         self._guarded: list[tuple[str, torch.Tensor, str]] = []  # name, parameter, what becomes of a write
         self._versions: list[int] = []  # of those
-        common = division.common_parameters and division.groups.shard.size() > 1
+        common, rank = division.common_parameters, division.groups.shard.rank()
+        common = common and division.groups.shard.size() > 1
+        self._copies = [_Copy(store, rank) for store in stores if _is_copied(store, division)]
         for store in stores if division.gathering is None else ():
             if common or store.own is not store.master:
                 lost = _COMMON if common else _FROM_MASTER
@@ -38,7 +40,7 @@ class Written:
                     (item.name, each, lost) for item, each in zip(store.items, store.members, strict=True)
                 )
             if common:
-                self._probes.append(_Probe(store, division.groups.shard.rank()))
+                self._probes.append(_Probe(store, rank))
         self.note()
 
     def note(self) -> None:
@@ -46,6 +48,19 @@ class Written:
         self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
         for probe in self._probes:
             probe.note()
+        for copy in self._copies:
+            copy.note()
+
+    def own_part_alone(self) -> list[tuple[str, float]]:
+        """Elements of the parameters, with their names, if only those of this rank's parts were changed since
+        `note`; else nothing. The other ranks may have another value then: only they can tell.
+
+        What a script writes into whole parameters on all ranks mostly changes elements of others' parts, too.
+        """
+        changed = [copy.changed() for copy in self._copies]
+        if not any(own for own, _ in changed) or any(others for _, others in changed):
+            return []
+        return [each for copy in self._copies for each in copy.elements()]
 
     def check(self) -> None:
         """RuntimeError that names a parameter which was written into since `note`."""
@@ -91,6 +106,48 @@ class _Probe:
         if not self._store.is_frozen and self._store.written_part() is not None:
             return None
         return self._names[int((now != self._noted).nonzero()[0]) // self._memory.itemsize]
+
+
+class _Copy:
+    """An element of each rank's part of each parameter, where each rank has all of them and steps its own."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._memory, self._names, places, own = store.parameters, list[str](), list[int](), list[bool]()
+        for item, place in zip(store.items, store.plan.places, strict=True):
+            for owner in range(store.plan.shards):
+                first, end = store.plan.shard(owner)
+                if (start := max(place.start, first)) < (stop := min(place.stop, end)):
+                    self._names.append(item.name)
+                    places.append((start + stop) // 2)
+                    own.append(owner == rank)
+        self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
+        self._own = torch.tensor(own, dtype=torch.bool, device="cpu")
+        self.note()
+
+    def note(self) -> None:
+        """Accept the present values."""
+        self._noted = self._memory[self._places]
+
+    def changed(self) -> tuple[bool, bool]:
+        """Whether elements of this rank's parts have other bits than those noted, and those of others'."""
+        now, noted = (each.view(torch.uint8) for each in (self._memory[self._places], self._noted))
+        if torch.equal(now, noted):
+            return False, False
+        differ = (now != noted).view(len(self._names), -1).any(1)
+        return bool((differ & self._own).any()), bool((differ & ~self._own).any())
+
+    def elements(self) -> Iterator[tuple[str, float]]:
+        """The names and the present values."""
+        values = self._memory[self._places]
+        numbers = torch.view_as_real(values).sum(1) if values.is_complex() else values
+        return zip(self._names, numbers.tolist(), strict=True)
+
+
+def _is_copied(store: Store, division: Division) -> bool:
+    """Whether each rank has these parameters for itself, and steps its part of them where it lies, on a CPU:
+    to look at them does not wait."""
+    alone = division.gathering is None and not division.common_parameters
+    return alone and store.own is store.master and store.parameters.is_cpu
 
 
 def _version(parameter: torch.Tensor) -> int:
