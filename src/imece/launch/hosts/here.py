@@ -152,19 +152,11 @@ class Here:
         lost = host.lost(living, newest)
         for member, process in living.items():
             count, steps = beats.get(member, (None, 0))
-            resilient = host.all_resilient([member])
-            gone_on = tuple(host.went_on(member))
             found[member] = Seen(
-                process.slot,
-                host.pid_of(member),
-                count,
-                steps,
-                member in ready,
-                resilient,
-                gone_on,
-                member in closed,
+                process.slot, host.pid_of(member), count, steps, member in ready,
+                host.all_resilient([member]), tuple(host.went_on(member)), member in closed,
                 newest if member in lost else -1,
-            )
+            )  # fmt: skip
         return found
 
     def report(self) -> Report:

@@ -72,36 +72,24 @@ def to_generation(said: Mapping[str, Any]) -> Generation:
 def of_seen(seen: Mapping[int, Seen], now: float) -> list[list[Any]]:
     return [
         [
-            member,
-            each.slot,
-            each.pid,
-            each.beats,
-            each.steps,
-            each.ready,
-            each.resilient,
+            member, each.slot, each.pid, each.beats, each.steps, each.ready, each.resilient,
             [[number, now - time_s, again] for number, time_s, again in each.gone_on],
-            each.closed,
-            each.lost,
+            each.closed, each.lost,
         ]
         for member, each in seen.items()
-    ]
+    ]  # fmt: skip
 
 
 def to_seen(said: Sequence[Any], now: float) -> dict[int, Seen]:
     return {
         int(member): Seen(
-            int(slot),
-            int(pid),
-            None if beats is None else int(beats),
-            int(steps),
-            bool(ready),
-            bool(resilient),
+            int(slot), int(pid), None if beats is None else int(beats), int(steps),
+            bool(ready), bool(resilient),
             tuple((int(number), now - float(age_s), int(again)) for number, age_s, again in gone_on),
-            bool(closed),
-            int(lost),
+            bool(closed), int(lost),
         )
         for member, slot, pid, beats, steps, ready, resilient, gone_on, closed, lost in said
-    }
+    }  # fmt: skip
 
 
 def of_endings(endings: Mapping[int, Ending], now: float) -> list[list[Any]]:
