@@ -538,6 +538,9 @@ def test_here_is_measured_once(
     assert main(["plan", "small", "--here", "--again", "--seq", "256", "--global-batch", "16"]) == 0
     assert len(measured) == 2
     assert "measured 20" in capsys.readouterr().err
+    monkeypatch.setenv("IMECE_HERE", "/proc/here.toml")
+    assert main(["plan", "small", "--here"]) == 2 and len(measured) == 2
+    assert capsys.readouterr().err.endswith("; set IMECE_HERE to a file that can be written\n")
 
 
 def test_cpus_are_no_gpus(

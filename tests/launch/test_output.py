@@ -120,3 +120,26 @@ def test_it_is_said_once_that_output_is_lost(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == (
         "imece: output cannot be written (No space left on device), so what ranks print is lost\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+        ({}, False),
+    ],
+)
+def test_a_terminal_that_knows_no_colours_gets_none(
+    variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    master, terminal = os.openpty()
+    with open(master, "rb", buffering=0) as shown, open(terminal, "wb", buffering=0) as file:
+        output = RankOutput(0, Outlet(file), Printed())
+        output.feed(b"a line\n")
+        assert (b"\x1b[" in shown.read(100)) is coloured

@@ -108,6 +108,19 @@ def test_going_on_drops_what_came_after(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_going_on_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for now, steps, before in (
+        (7200.0, range(1, 5), 0),
+        (3600.0, range(3, 6), 2),
+        (3600.0, range(4, 7), 3),
+    ):
+        monkeypatch.setattr("imece.observe.metrics.time.time", lambda now=now: now)
+        write(tmp_path, steps, from_step=before)
+    names = sorted(each.name for each in (tmp_path / "tensorboard").iterdir())
+    assert names == [f"events.out.tfevents.7200.00000{n}" for n in range(3)]
+    assert [step for step, _ in scalars(tmp_path, "loss")] == list(range(1, 7))
+
+
 def test_beginning_again_drops_all(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     write(tmp_path, range(1, 2))

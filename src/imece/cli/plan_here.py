@@ -33,7 +33,10 @@ def cluster_here(options: PlanOptions) -> Cluster:
 
 def _measure(path: Path) -> None:
     """Measure, and write the file."""
-    check_writable(path)
+    try:
+        check_writable(path)
+    except UserError as error:
+        raise UserError(f"{error}; set IMECE_HERE to a file that can be written") from None
     from imece.bench.here import measure_here  # imports torch
     from imece.launch.spawn import RankFailedError
     from imece.train.start import default_ranks

@@ -157,7 +157,8 @@ class RankOutput:
     _kept: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
     def __post_init__(self) -> None:
-        self._coloured = self.target.file.isatty() and not os.environ.get("NO_COLOR")
+        dumb = os.environ.get("TERM", "dumb") == "dumb"  # as that of an editor, which shows the codes
+        self._coloured = self.target.file.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
     def feed(self, data: bytes) -> None:
         """Pass on every line that is now complete. BrokenPipeError, as in Outlet.write."""

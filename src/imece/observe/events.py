@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ TAGS = {
     "val_s": "time/val_s",
     "save_s": "time/save_s",
 }
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d{6})")
 
 
 class Events:
@@ -40,7 +42,7 @@ class Events:
     def __init__(self, folder: Path, from_step: int, now: float) -> None:
         """Makes TensorBoard forget what earlier files of `folder` hold of steps after `from_step`.
 
-        now: unix seconds; TensorBoard reads files in their order. OSError if the file cannot be made.
+        now: unix seconds. OSError if the file cannot be made.
         """
         # This import takes a fifth of a second, which only a program that writes events should pay.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
@@ -48,7 +50,7 @@ class Events:
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         self._event, self._summary = Event, Summary
-        self._file = Appending(folder / f"events.out.tfevents.{now:.6f}")
+        self._file = Appending(folder / f"events.out.tfevents.{_after_all(folder, now):.6f}")
         self._records = RecordWriter(self._file)
         self._add(Event(wall_time=now, file_version="brain.Event:2"))
         started = SessionLog(status=SessionLog.START)
@@ -69,3 +71,10 @@ class Events:
 
     def _add(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
+
+
+def _after_all(folder: Path, now: float) -> float:
+    """`now`, or a moment after the newest file of `folder`: TensorBoard reads files in the order of their
+    names, and the clock may have been set back, or be that of another machine."""
+    files = [_NAME.fullmatch(each.name) for each in folder.glob("*")]
+    return max([now, *(float(found[1]) + 1e-6 for found in files if found is not None)])
