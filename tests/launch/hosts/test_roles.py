@@ -225,6 +225,26 @@ def test_of_two_that_are_about_to_lead_one_gives_way(cluster: Make, apart: bool)
     assert len({made.newest(host) for host in range(5)}) == 1
 
 
+def test_who_is_about_to_lead_gives_up_in_time(cluster: Make) -> None:
+    """Hosts 0 and 3 are started again before 2 has answered: 1 does not know any more that they were dead."""
+    made = cluster(4)
+    made._ends(0)
+    made._ends(3)
+    while not isinstance(made.agents[1].role, Coordinator):
+        assert made._handle()
+    made.start(0)
+    made.start(3)
+    while frozenset((1, 3)) not in made.links or frozenset((0, 1)) not in made.links:
+        assert made._connect()
+    made.events[1].rotate(-len([each for each in made.events[1] if isinstance(each, Said)]))
+    for _ in range(10):
+        made.settle()
+        made._clock.now += 5.0
+    made.settle()
+    assert made.leaders == [0] and all(len(made.members(host)) == RANKS for host in range(4))
+    assert any("not followed by all of its side" in line for line in made.hosts[1].said)
+
+
 def test_who_is_about_to_lead_waits_without_looking_again_and_again(cluster: Make) -> None:
     """One that is to follow may be silent for as long as its link lasts."""
     made = cluster(3)

@@ -56,7 +56,7 @@ class Coordinator:
         self._dial_at = _NEVER
         self._look_at = 0.0
         self._id = secrets.token_hex(4)
-        self._until = self._say_at = _NEVER
+        self._until, self._say_at = time.monotonic() + plan.election_s, _NEVER
         self._know_at, self._known = 0.0, ""
         self._serve_store()
         if self._gathers:
@@ -150,8 +150,13 @@ class Coordinator:
         """Do what is due."""
         if now >= self._dial_at:
             self._dial_missing()
-        if not self.runs:
+        if self._gathers:
             self._look_who_is_missing(now)
+            return
+        if not self.runs:
+            if now >= self._until:
+                limit = f"{self._here.plan.election_s:.0f} s"
+                self._here.turn = Seek(f"not followed by all of its side within {limit}")
             return
         if self._has_left:
             self._tell_what_is_known(now, anyway=True)

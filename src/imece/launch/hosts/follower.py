@@ -30,7 +30,6 @@ from imece.launch.processes import Ending, Outcome
 
 _SEEN_S = 0.2  # how often to look for news of the members here
 _BEATS_S = 1.0  # how often to say how far they are, if nothing else is new
-_ELECTION_S = 5.0  # beyond what it takes to notice a silent host
 
 
 class Follower:
@@ -124,12 +123,12 @@ class Follower:
 
     def next_time(self) -> float:
         """When to look at the members, or to give the election up."""
-        return self._look_at if self._lost_since is None else self._lost_since + self._patience_s
+        return self._look_at if self._lost_since is None else self._lost_since + self._here.plan.election_s
 
     def on_time(self, now: float) -> None:
         """Say what is new about the members."""
         if self._lost_since is not None:
-            if now >= self._lost_since + self._patience_s:
+            if now >= self._lost_since + self._here.plan.election_s:
                 self._here.turn = Seek(f"cut off from host {self._leader}, and nobody leads in its place")
             return
         if now < self._look_at:
@@ -144,10 +143,6 @@ class Follower:
         if told != self._said or now >= self._beats_at:
             self._said, self._beats_at = told, now + _BEATS_S
             here.send(self._leader, {"say": "seen", "members": of_seen(seen, now)})
-
-    @property
-    def _patience_s(self) -> float:
-        return 2 * self._here.plan.silent_s + _ELECTION_S
 
     def _obey(self, message: dict[str, Any]) -> None:
         here, host = self._here, self._here.host

@@ -23,6 +23,8 @@ from imece.launch.hosts.words import Report, Seen, of_report
 from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
 
+_ELECTION_S = 5.0  # beyond what it takes to notice a silent host
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -38,6 +40,11 @@ class Plan:
     """A host that says nothing for so long is silent."""
     patience_s: float = 600.0
     """How long to look for others."""
+
+    @property
+    def election_s(self) -> float:
+        """How long a host waits until another leads, or until it leads itself."""
+        return 2 * self.silent_s + _ELECTION_S
 
     @property
     def ranks(self) -> int:
