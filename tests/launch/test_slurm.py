@@ -179,6 +179,8 @@ def test_another_batch_file(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) ->
     assert "launch --ranks 1 --grace-s 30 -- -s.py\n" in text and "--job-name=s\n" in text
     assert "--no-requeue" in text and "--signal" not in text and "scontrol" not in text
     assert "TOKEN" not in text and "no-kill" not in text
+    assert run(*words[:-1], "other.sh", "--shutdown_timeout", "9", "--", "-s.py")[0] == 0
+    assert "launch --ranks 1 --shutdown_timeout 9 -- -s.py\n" in Path("other.sh").read_text()
 
 
 def test_docs_show_what_works(fake: FakeSlurm) -> None:

@@ -181,7 +181,9 @@ def finished(status: int) -> None:
 def _task(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> list[str]:
     """The command that each task runs."""
     layout = wanted.layout
-    grace = [] if _has(own, "--grace-s") else ["--grace-s", str(max(30, wanted.options.signal_s))]
+    named = {word.partition("=")[0].replace("_", "-") for word in own}
+    has_grace = {"--grace-s", "--shutdown-timeout"} & named
+    grace = [] if has_grace else ["--grace-s", str(max(30, wanted.options.signal_s))]
     dashes = ["--"] if script[0].startswith("-") else []
     slurms = ["--slurm"] if layout.nodes > 1 else []  # by which tasks find the other nodes
     ranks = ["--ranks", str(layout.ranks)]
@@ -212,10 +214,6 @@ def _batch(wanted: Wanted, command: Sequence[str], script: Sequence[str]) -> Non
         print(f"imece: submit it with: sbatch {slurm.quoted(str(options.sbatch))}", file=sys.stderr)
     else:
         print(text, end="")
-
-
-def _has(own: Sequence[str], name: str) -> bool:
-    return any(word.partition("=")[0].replace("_", "-") == name for word in own)
 
 
 def _name(script: Sequence[str]) -> str:
