@@ -73,7 +73,8 @@ class ModelSection:
     preset: Annotated[str, _also("--model")] = "small"
     """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b; empty only with --from."""
     weights: Annotated[str, _also("--from")] = ""
-    """Begin from the model and the tokenizer in this folder: in Hugging Face's format, or a run of imece."""
+    """Begin from the model and the tokenizer in this folder: in Hugging Face's format, a run of imece, or one
+    of its checkpoints."""
     layers: int | None = None
     """Blocks. Default, here and below: as in the preset."""
     width: int | None = None
