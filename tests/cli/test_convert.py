@@ -35,6 +35,8 @@ def test_what_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[
         "  optimizer = torch.optim.AdamW(model.parameters(), lr=3e-05, betas=(0.9, 0.95), eps=1e-08, ",
         "      precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16),\n",
         "  # a step is 4 backwards, each of loss / 4, all but the last in model.no_sync()\n",
+        "  # after optimizer.step(): scheduler.step(), one of torch's: a warm-up of 100 steps, then "
+        "cosine to 0.0001 of the rate at step 900\n",
         "start it\n  imece launch --ranks 8 train.py\n",
         f"written  {into}: imece train {into} --data YOUR_TEXT\n",
     ):

@@ -15,7 +15,7 @@ from imece.cli.options import parse
 from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.foreign.files import read_settings
-from imece.foreign.settings import TORCH, Settings
+from imece.foreign.settings import TORCH, ScheduleSettings, Settings
 from imece.foreign.training import lacking, train_toml
 from imece.listing import many
 from imece.observe.run_files import as_argument
@@ -127,7 +127,19 @@ def script(settings: Settings) -> list[str]:
         shown.append(f"# a step is {step}, all but the last in model.no_sync()")
     if settings.clip:
         shown.append(f"# before optimizer.step(): model.clip_grad_norm_({settings.clip:g})")
+    if settings.schedule is not None and (shape := _shape(settings.schedule)):
+        shown.append(f"# after optimizer.step(): scheduler.step(), one of torch's: {shape}")
     return shown
+
+
+def _shape(schedule: ScheduleSettings) -> str:
+    """How the learning rate goes, in words; nothing if it stays as it is."""
+    rise = f"a warm-up of {schedule.warmup} steps" if schedule.warmup else ""
+    if schedule.kind == "constant":
+        return rise
+    fall = f"{schedule.kind} to {schedule.least or 0:g} of the rate"
+    end = f" at step {schedule.steps}" if schedule.steps else ""
+    return ", then ".join(filter(None, [rise, fall + end]))
 
 
 def training(settings: Settings, file: Path) -> str:
