@@ -152,6 +152,7 @@ def test_a_run_folders_values_are_what_options_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = train.read_config(options(tmp_path, "run", "--steps=5", "--checkpoint.every=3"))
+    begun = dataclasses.replace(begun, data=begun.data.absolute())  # which names the usual field
     RunFolder(tmp_path / "run").begin(begun)
     again = train.read_config([f"--run={tmp_path / 'run'}", "--steps", "9"])
     assert again == dataclasses.replace(begun, steps=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -50,6 +51,17 @@ def test_against_the_formulas(train: list[list[int]], validation: list[list[int]
         patch.setattr(baselines_module, "_CHUNK", chunk)
         found = baselines(*parts, _VOCAB)
     assert found == pytest.approx(slow(*parts), rel=1e-12)
+
+
+def test_of_records_only_answers_are_counted() -> None:
+    """As of a text that has them alone, each behind the last token of its prompt."""
+    train, validation = part_of([[1, 2, 3], [1, 2, 4]]), part_of([[5, 2, 3]], name="validation")
+    learned = [np.array(each, np.bool_) for each in ([0, 0, 1, 0] * 2, [0, 0, 1, 0])]
+    train, validation = replace(train, learned=learned[0]), replace(validation, learned=learned[1])
+    found = baselines(train, validation, _VOCAB)
+    seen = (1 + 1) / (2 + _VOCAB)  # 3, of the two answers 3 and 4
+    assert found["unigram"] == pytest.approx(-math.log(seen))
+    assert found["bigram"] == pytest.approx(-math.log((1 + 2 * seen) / (2 + 2)))
 
 
 def test_bigrams_are_probabilities() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imece.data.batches import Batches, rows
+from imece.data.batches import Batches, _Stream, rows
 from imece.data.tokens import Part
 from tests.data.helpers import mistake, part_of
 
@@ -153,7 +153,7 @@ def test_the_epochs_and_shuffles_in_memory_are_few() -> None:
     one = Batches(part_of([[number] for number in range(1, 30)]), 4, 2, seed=0)
     for step in range(200):
         one.sequences(step)
-    assert len(one._orders) == len(one._shuffles) == 3
+    assert isinstance(one._windows, _Stream) and len(one._windows._orders) == len(one._shuffles) == 3
 
 
 @given(batches(), _STEPS)

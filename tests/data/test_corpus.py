@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from imece.data import corpus
 from imece.data.corpus import documents, fraction, held_out, share_of_one
+from imece.data.records import TEXT, Texts
 from imece.data.sources import sources
 from tests.data.helpers import mistake, write
 
@@ -99,7 +100,7 @@ def test_the_texts_of_a_jsonl(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "a.jsonl", "\r\n".join(lines))
     assert texts(file) == ["first", "a\nb\0😀"]
-    assert texts(write(tmp_path / "b.JSONL", '{"body": "x"}'), field="body") == ["x"]
+    assert texts(write(tmp_path / "b.JSONL", '{"body": "x"}'), reading=Texts("body")) == ["x"]
 
 
 def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_of_many_fields_a_few_are_named(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a.txt", b"\xff")
-    monkeypatch.setattr(corpus, "_why_not_text", lambda path: None)  # it was text a moment ago
+    monkeypatch.setattr(corpus, "_why_not", lambda reading, path: None)  # it was text a moment ago
     assert "a.txt: changed while it was read" in mistake(texts, file)
 
 
@@ -187,7 +188,7 @@ def test_a_small_corpus_has_one_document_held_out(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{number}.txt", f"text {number}") for number in range(6)]
     found = texts(*files)
     for seed in range(20):
-        share = share_of_one(files, "text", 1e-6, seed)
+        share = share_of_one(files, TEXT, 1e-6, seed)
         assert [held_out(text, share, seed) for text in found].count(True) == 1
-        assert share_of_one(files, "text", share, seed) == share  # enough is enough
-        assert share_of_one(files, "text", 0, seed) == 0
+        assert share_of_one(files, TEXT, share, seed) == share  # enough is enough
+        assert share_of_one(files, TEXT, 0, seed) == 0

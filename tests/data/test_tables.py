@@ -11,12 +11,13 @@ import pytest
 
 from imece.data import tables
 from imece.data.corpus import documents
+from imece.data.records import Texts
 from imece.data.sources import sources
 from tests.data.helpers import mistake
 
 
 def texts(files: list[Path], field: str = "text") -> list[str]:
-    return [document.text for document in documents(files, field)]
+    return [document.text for document in documents(files, Texts(field))]
 
 
 @pytest.fixture
@@ -127,8 +128,8 @@ def test_kinds_of_strings(arrow: Any, tmp_path: Path) -> None:
 def test_tables_that_are_refused(arrow: Any, tmp_path: Path) -> None:
     file = write_parquet(arrow, tmp_path / "a.parquet", {"body": ["x"], "n": [1]})
     assert "a.parquet: no column 'text'; its columns are 'body', 'n'" in mistake(sources, [file])
-    assert "column 'n' holds int64" in mistake(sources, [file], "n")
-    assert texts(sources([file], "body"), "body") == ["x"]
+    assert "column 'n' holds int64" in mistake(sources, [file], Texts("n"))
+    assert texts(sources([file], Texts("body")), "body") == ["x"]
     empty = write_parquet(arrow, tmp_path / "b.parquet", {"text": arrow.array([None, ""], arrow.string())})
     assert "nothing in it holds any text" in mistake(sources, [empty])
     content = file.read_bytes()
@@ -151,7 +152,8 @@ def test_a_dataset_saved_to_disk(datasets: Any, tmp_path: Path) -> None:
     both.save_to_disk(tmp_path / "both")
     assert texts(sources([tmp_path / "both"])) == rows
     assert texts(sources([f"hf:{tmp_path}/both:test"])) == rows[:9]
-    assert "no column 'body'; its columns are 'text', 'n'" in mistake(sources, [tmp_path / "whole"], "body")
+    message = mistake(sources, [tmp_path / "whole"], Texts("body"))
+    assert "no column 'body'; its columns are 'text', 'n'" in message
 
 
 def test_a_dataset_that_datasets_prepares(datasets: Any, tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ CONFIGS = some(
     data=some(
         DataSection,
         paths=st.lists(NAMES, max_size=3).map(tuple),
-        field=NAMES,
+        format=st.just("text"),
+        field=st.none() | NAMES,
         tokenizer=NAMES,
         vocab_size=st.integers(257, 2**20),
         held_out=SHARES,
@@ -259,7 +260,8 @@ OTHER: dict[str, Any] = {
     "run": "x", "ranks": 3, "steps": 9, "epochs": 0.5, "strategy": "ddp", "seed": 2, "model.preset": "tiny",
     "model.weights": "x",
     "model.layers": 1, "model.width": 64, "model.heads": 4, "model.kv_heads": 2, "model.mlp_width": 8,
-    "model.max_seq": 9, "model.tied_head": False, "data.paths": ("a",), "data.field": "body",
+    "model.max_seq": 9, "model.tied_head": False, "data.paths": ("a",),
+    "data.format": "answers", "data.field": "body,reply",
     "data.tokenizer": "bytes", "data.vocab_size": 300, "data.held_out": 0.5, "data.validation": ("v",),
     "data.folder": "x",
     "batch.sequences": 8, "batch.tokens": 512, "batch.micro": 2, "optimizer.kind": "adamw",
@@ -319,7 +321,7 @@ def test_what_may_change(name: str) -> None:
 
 def test_several_values_that_may_not_change() -> None:
     now = dataclasses.replace(changed("optimizer.lr"), seed=7, run="runs/x")
-    many = dataclasses.replace(now, data=DataSection(("a",), "b", "c", 5000))
+    many = dataclasses.replace(now, data=DataSection(("a",), field="b", tokenizer="c", vocab_size=5000))
     some = "optimizer.lr differs"
     for config, others in ((now, some), (many, "data.paths, data.field, data.tokenizer and 2 more differ")):
         with pytest.raises(UserError) as mistake:

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from imece.data.batches import IGNORE
 from imece.data.tokens import Part
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
-from imece.train.evaluate import evaluate
+from imece.train.evaluate import evaluate, mean_nats, windows_read
 from imece.train.precision import Precision
+from tests.data.test_whole_windows import part_of_records
 
 FP32 = Precision("fp32", "cpu")
 END, SEQ = 256, 8
@@ -107,3 +109,37 @@ def test_in_the_precision_that_is_asked_for() -> None:
     exact, _ = evaluate(model(), part(64), SEQ, 2, FP32)
     rounded, _ = evaluate(model(), part(64), SEQ, 2, Precision("bf16", "cpu"))
     assert rounded == pytest.approx(exact, rel=1e-2) and rounded != exact
+
+
+def test_the_mean_over_no_target_is_zero() -> None:
+    """A rank whose part of the sequences has no answer: its loss must not look as if it were not finite."""
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    targets = torch.full((2, 3), IGNORE)
+    nats = mean_nats(logits, targets)
+    nats.backward()
+    assert nats == 0 and logits.grad is not None and not logits.grad.any()
+    targets[0, 1] = 4
+    expected = F.cross_entropy(logits[0, 1:2], targets[0, 1:2])
+    assert torch.allclose(mean_nats(logits, targets), expected)
+
+
+def test_of_records_the_answers_count() -> None:
+    """Each behind its own prompt, in a sequence of its own here, which is padded."""
+    part = part_of_records([9, 7, 6, 9, 8])
+    assert part.learned is not None
+    expected = 0.0
+    for number in range(part.documents):
+        record, learned = (
+            torch.from_numpy(each[part.offsets[number] : part.offsets[number + 1]].copy())
+            for each in (part.tokens.astype(np.int64), part.learned)
+        )
+        with torch.no_grad():
+            logits = model()(record[None, :-1])[0].double()
+        each = F.cross_entropy(logits, record[1:], reduction="none")
+        expected += float(each[learned[1:]].sum())
+    for ranks in (1, 2, 7):
+        shares = [evaluate(model(), part, SEQ, 2, FP32, rank=rank, world_size=ranks) for rank in range(ranks)]
+        nats, count = map(sum, zip(*shares, strict=True))
+        assert count == part.learned_tokens and abs(nats - expected) < 1e-4
+    assert evaluate(model(), part, SEQ, 2, FP32, most_tokens=2 * SEQ)[1] < part.learned_tokens
+    assert windows_read(part, SEQ, 0) == 5 and windows_read(part, SEQ, 2 * SEQ) == 2

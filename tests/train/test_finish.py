@@ -60,7 +60,9 @@ def test_where_nothing_is_held_out_the_sample_begins_as_the_text_does() -> None:
         session: Any = SimpleNamespace(
             config=config, prepared=SimpleNamespace(tokens=both, tokenizer=tokenizer)
         )
-        return _prompt(session)
+        found = _prompt(session)
+        assert isinstance(found, str)
+        return found
 
     assert prompt(("notes/",), nothing) == "Dear di"
     assert prompt(("notes/",), held_out) == "Again."

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from imece.data.prepare import prepare
+from imece.data.whole_windows import WholeWindows
 from imece.errors import UserError
 from imece.train import start
 from imece.train.config import DataSection, TrainConfig
@@ -146,6 +147,19 @@ def test_a_text_for_validation_is_named(tmp_path: Path) -> None:
     prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
     said = start.describe_data(prepared, config)
     assert f"{tmp_path}, for validation {tmp_path}/b.txt: 2 files, " in said and "50 % of them" in said
+
+
+def test_records_that_are_left_out_are_told(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "a" * size, "completion": "b"}) + "\n" for size in (3, 20, 30, 4)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    data = DataSection(paths=(str(tmp_path),), tokenizer="bytes", held_out=0, format="answers")
+    config = TrainConfig(data=data)
+    prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+    assert "69 tokens, 8 of answers (0 % of them held out)" in start.describe_data(prepared, config)
+    whole = WholeWindows(prepared.tokens.train, 20)
+    assert start.notes_on_data(prepared, config, whole) == [
+        "warning: 2 of 4 records are left out, with more than 21 tokens: --model.max-seq 32 takes all"
+    ]
 
 
 def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from imece.cli.options import check_named, parse
 from imece.cli.trained import best_device, say
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
+from imece.data.prepare import reading_of
 from imece.data.sources import sources
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
@@ -55,7 +56,8 @@ class EvalOptions:
     """Files, folders or globs, as for imece train. Default: the text that the run held out; a folder that is
     no run has none."""
     field: str | None = None
-    """The field of a .jsonl or .parquet record that has the text. Default: as in the run."""
+    """The field of a .jsonl or .parquet record that has the text; prompt,completion of a run of answers.
+    Default: as in the run."""
     which: Which = "best"
     """Which checkpoint of a run: best (by validation loss), last, or the number of a step."""
     json: bool = False
@@ -154,9 +156,14 @@ def _data(
             raise UserError(f"{weights.home.path} held out no document: name text with --data")
         yield own.validation, own
         return
-    field = config.data.field if options.field is None else options.field
-    run_folders: list[Path] = []
-    files = sources(options.data, field, run_folders)
+    source, run_folders = config.data.source(), list[Path]()
+    if options.field is not None:
+        try:
+            source = replace(source, field=options.field)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
+    reading = reading_of(source, weights.home.tokenizer_file)
+    files = sources(options.data, reading, run_folders)
     if run_folders:
         say(f"{many(len(run_folders), 'run folder')} left out")
     try:
@@ -166,7 +173,7 @@ def _data(
             f"no folder for the tokens of --data can be made ({error.strerror}): set TMPDIR to one with room"
         ) from error
     with beside as temporary:
-        made = build(temporary, files, field, tokenizer, share=0.0)
+        made = build(temporary, files, reading, tokenizer, share=0.0)
         if made.skipped:
             say(f"{made.skipped} of {len(files)} files are not text and were left out")
         yield replace(made.train, name="--data"), own

@@ -14,6 +14,7 @@ import tyro
 
 from imece.cli.options import parse
 from imece.cli.trained import best_device, say
+from imece.data.chats import Chats
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
@@ -24,7 +25,7 @@ from imece.train.run_folder import Which, check_which
 PROG = "imece sample"
 DESCRIPTION = (
     "Let a trained model write: the prompt and what follows it go to standard output as they come, until the "
-    "document ends or --tokens are written."
+    "document or the answer ends, or --tokens are written."
 )
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 4  # bytes of a character at most
@@ -37,7 +38,10 @@ class SampleOptions:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder, or a folder with a model in Hugging Face's format."""
     prompt: str = ""
-    """The beginning of the text; -: read it from standard input. Empty: begin a new document."""
+    """The beginning of the text; -: read it from standard input. Empty: begin a new document. For a run that
+    learned from chats: what a user says, and the model answers."""
+    raw: bool = False
+    """Of a run that learned from chats: the prompt is the beginning of a text all the same."""
     tokens: int = 200
     """Most tokens to write. Beyond its context the model goes on from the last half of the context."""
     temperature: float = 0.6
@@ -74,7 +78,9 @@ def run(argv: Sequence[str]) -> int:
     tokenizer, model = tokenizer_of(weights), model_of(weights, device)
     prompt = _standard_input() if options.prompt == "-" else options.prompt
     # Training puts this token before each document, so to the model it means a beginning.
-    ids = [tokenizer.before, *tokenizer.encode(prompt)]
+    ids, stop = [tokenizer.before, *tokenizer.encode(prompt)], {tokenizer.end}
+    if (chats := _chats(weights, options)) is not None:
+        ids, stop, prompt = chats.question(prompt), chats.ends(), f"{prompt}\n"
     most = model.config.max_seq
     if len(ids) > most:
         say(f"the prompt has {len(ids):,} tokens, the model's context {most:,}: it reads the last {most:,}")
@@ -89,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
         top_k=options.top_k,
         top_p=options.top_p,
         generator=generator.manual_seed(seed),
-        stop={tokenizer.end} if options.stop else (),
+        stop=stop if options.stop else (),
         entries=tokenizer.vocab_size,
     )
     began, text = time.perf_counter(), Text(tokenizer, ids)
@@ -106,6 +112,18 @@ def run(argv: Sequence[str]) -> int:
     step = f"step {weights.saved.step}: " if weights.saved is not None else ""
     say(f"{step}{text.tokens:,} tokens, {speed}; --seed {seed} writes this again")
     return 0
+
+
+def _chats(weights: Weights, options: SampleOptions) -> Chats | None:
+    """How a prompt becomes a user's message, if a run learned from chats. UserError without a prompt."""
+    if weights.saved is None or options.raw:
+        return None
+    source = weights.home.config().data.source()
+    if source.format != "chat":
+        return None
+    if not options.prompt:
+        raise UserError(f"{options.run} answers what a user says: say it with --prompt, or take --raw")
+    return Chats.of(source.fields, weights.home.tokenizer_file)
 
 
 class Text:

@@ -18,7 +18,8 @@ _Counts = npt.NDArray[np.int64]
 
 
 def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float]:
-    """Nats per token of the validation part, end tokens included, under three models of the training part.
+    """Nats per token of the validation part, end tokens included, under three models of the training part. Of
+    records only the answers count, in both.
 
     uniform: all tokens are equally likely.
     unigram: how often a token occurs in training, plus one (Laplace).
@@ -67,14 +68,19 @@ def counted_in(train: Part, validation: Part) -> str:
 
 
 def _pairs(part: Part) -> Iterator[tuple[_Counts, _Counts]]:
-    """(previous tokens, tokens) of the part's counted tokens, in chunks."""
+    """(previous tokens, tokens) of the part's counted tokens, in chunks; of records only of the answers."""
     chunks = math.ceil(len(part.tokens) / _CHUNK)
     chosen = min(chunks, _MOST_TOKENS // _CHUNK)
     for number in range(chosen):
         first = number * chunks // chosen * _CHUNK
         tokens = part.tokens[first : first + _CHUNK].astype(np.int64)
         before = int(part.tokens[first - 1]) if first else part.end
-        yield np.concatenate(([before], tokens[:-1])), tokens
+        pairs = np.concatenate(([before], tokens[:-1])), tokens
+        if part.learned is None:
+            yield pairs
+        else:
+            learned = part.learned[first : first + _CHUNK]
+            yield pairs[0][learned], pairs[1][learned]
 
 
 def _count_pairs(part: Part, vocab_size: int) -> tuple[_Counts, _Counts]:

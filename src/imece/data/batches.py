@@ -12,26 +12,46 @@ many windows as an epoch holds whole: sequence i of the run is window `shuffle(i
 sequences [k * global_batch, (k + 1) * global_batch). So every pass over the stream has each token as a target
 exactly once. Nothing is padded or left out: tokens that do not fill a window at an epoch's end share it with
 the next epoch.
+
+Records, of which only the answers are learned, are not cut, but padded: their windows are those of
+whole_windows.py, and a stretch has each of them once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from imece.data.tokens import Part
+from imece.data.whole_windows import WholeWindows
 from imece.errors import UserError
+from imece.listing import many
+
+IGNORE = -100  # a target that does not count
 
 Tokens = npt.NDArray[np.int64]
 Kept = TypeVar("Kept")
 
 _KEPT = 3  # a step touches at most two stretches, and these at most three epochs
+
+
+class Windows(Protocol):
+    """Where sequences are cut out of a part. Windows are numbered through all stretches."""
+
+    per_stretch: int  # windows that are shuffled among themselves
+    per_epoch: tuple[int, int]  # windows that have all documents as targets once: numerator, denominator
+
+    def documents(self, window: int) -> list[int]:
+        """The documents with a target in a window: indices into the part."""
+
+    def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
+        """The tokens of windows, [windows, seq + 1], and which of them count as targets; None: all."""
 
 
 class Batches:
@@ -49,68 +69,58 @@ class Batches:
         if seq < 1 or global_batch < 1:
             raise UserError(f"sequences of {seq} tokens, {global_batch} a step: at least 1 of both")
         self.part, self.seq, self.global_batch, self.seed = part, seq, global_batch, seed
-        self.tokens_per_epoch = len(part.tokens)
-        self.tokens_per_step = seq * global_batch
-        if self.tokens_per_epoch < self.tokens_per_step:
+        self.whole = WholeWindows(part, seq) if part.learned is not None else None
+        there = len(part.tokens) // seq if self.whole is None else len(self.whole)
+        if there < global_batch:
+            have = f"{len(part.tokens):,} tokens" if self.whole is None else many(there, "sequence")
             raise UserError(
-                f"the {part.name} part holds {self.tokens_per_epoch:,} tokens, but a step reads "
-                f"{global_batch:,} sequences x {seq:,} tokens = {self.tokens_per_step:,}: "
+                f"the {part.name} part holds {have}, but a step reads "
+                f"{global_batch:,} sequences x {seq:,} tokens = {seq * global_batch:,}: "
                 "give more text, or make the batch or the sequences smaller"
             )
-        self._windows_per_stretch = self.tokens_per_epoch // seq
-        self._orders: OrderedDict[int, _Order] = OrderedDict()
+        self._windows: Windows = _Stream(part, seq, seed) if self.whole is None else _Records(self.whole)
         self._shuffles: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
 
     def epoch(self, step: int) -> float:
         """How many times all documents were targets before this step, for instance 1.25."""
-        return step * self.tokens_per_step / self.tokens_per_epoch
+        windows, of = self._windows.per_epoch
+        return step * self.global_batch * of / windows
 
     def steps(self, epochs: float) -> int:
         """The fewest steps, at least 1, that read all documents this many times."""
-        return max(1, math.ceil(epochs * self.tokens_per_epoch / self.tokens_per_step))
+        windows, of = self._windows.per_epoch
+        return max(1, math.ceil(epochs * windows / (of * self.global_batch)))
 
     def sequences(self, step: int) -> Tokens:
         """The global batch, [global_batch, seq + 1]: inputs are [:, :-1], targets [:, 1:].
 
         The input before a document's first token is an end token, also at the very beginning.
         """
-        return self._sequences(step, 0, self.global_batch)
+        return self._windows.read(self._numbers(step, 0, self.global_batch))[0]
 
     def for_rank(self, step: int, rank: int, world_size: int) -> tuple[Tokens, Tokens]:
         """(inputs, targets), each [n, seq]: the rank's rows of the global batch; only these are read.
 
-        Ranks have contiguous rows, in the order of ranks. If the rows do not divide evenly, the first ranks
-        have one more; with more ranks than sequences, the last ranks have n = 0.
+        Targets that do not count are IGNORE. Ranks have contiguous rows, in the order of ranks. If the rows
+        do not divide evenly, the first ranks have one more; with more ranks than sequences, the last ranks
+        have n = 0.
         """
         first, last = rows(self.global_batch, rank, world_size)
-        sequences = self._sequences(step, first, last)
-        return sequences[:, :-1], sequences[:, 1:]
+        return inputs_and_targets(*self._windows.read(self._numbers(step, first, last)))
+
+    def learned(self, step: int) -> int:
+        """The targets of the global batch that count."""
+        if self.whole is None:
+            return self.global_batch * self.seq
+        numbers = self._numbers(step, 0, self.global_batch)
+        return self.whole.learned([number % len(self.whole) for number in numbers])
 
     def names(self, step: int, first: int = 0, last: int | None = None) -> list[int]:
         """The documents with a target in rows [first, last) of a step: indices into the part."""
-        windows = self._windows(step, first, self.global_batch if last is None else last)
-        spans = (self._pieces(window * self.seq, (window + 1) * self.seq) for window in windows)
-        return list(dict.fromkeys(piece.document for pieces in spans for piece in pieces))
+        windows = self._numbers(step, first, self.global_batch if last is None else last)
+        return list(dict.fromkeys(each for window in windows for each in self._windows.documents(window)))
 
-    def _sequences(self, step: int, first: int, last: int) -> Tokens:
-        """Rows [first, last) of a step."""
-        windows = self._windows(step, first, last)
-        rows = np.empty((len(windows), self.seq + 1), np.int64)
-        for row, window in zip(rows, windows, strict=True):
-            self._read(row, window * self.seq)
-        return rows
-
-    def _read(self, row: Tokens, begin: int) -> None:
-        """Fill the row with the stream's tokens from `begin` - 1 on."""
-        # The token before the first target is its input; the stream begins with an imagined end token.
-        row[0] = self.part.end
-        place = 1 if begin == 0 else 0
-        for piece in self._pieces(max(begin - 1, 0), begin + self.seq):
-            row[place : place + piece.last - piece.first] = self.part.tokens[piece.first : piece.last]
-            place += piece.last - piece.first
-        assert place == len(row), (place, len(row))
-
-    def _windows(self, step: int, first: int, last: int) -> list[int]:
+    def _numbers(self, step: int, first: int, last: int) -> list[int]:
         """The window of each of the rows [first, last) of a step."""
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
@@ -118,24 +128,71 @@ class Batches:
         return [self._shuffled(number) for number in range(begin + first, begin + last)]
 
     def _shuffled(self, number: int) -> int:
-        stretch, place = divmod(number, self._windows_per_stretch)
-        shuffle = _kept(
-            self._shuffles, stretch, lambda: _permutation(self.seed, 1, stretch, self._windows_per_stretch)
-        )
-        return stretch * self._windows_per_stretch + int(shuffle[place])
+        length = self._windows.per_stretch
+        stretch, place = divmod(number, length)
+        shuffle = _kept(self._shuffles, stretch, lambda: _permutation(self.seed, 1, stretch, length))
+        return stretch * length + int(shuffle[place])
+
+
+def inputs_and_targets(rows: Tokens, counts: npt.NDArray[np.bool_] | None) -> tuple[Tokens, Tokens]:
+    """(inputs, targets), each [n, seq], of rows [n, seq + 1]; targets that do not count are IGNORE."""
+    targets = rows[:, 1:]
+    return rows[:, :-1], targets if counts is None else np.where(counts[:, 1:], targets, IGNORE)
+
+
+class _Records:
+    """Whole records; each stretch is an epoch."""
+
+    def __init__(self, whole: WholeWindows) -> None:
+        self._whole, self.per_stretch, self.per_epoch = whole, len(whole), (len(whole), 1)
+
+    def documents(self, window: int) -> list[int]:
+        return self._whole.documents(window % len(self._whole))
+
+    def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
+        return self._whole.read([window % len(self._whole) for window in windows])
+
+
+class _Stream:
+    """Text: one document after the other, whose windows are cut where they end."""
+
+    def __init__(self, part: Part, seq: int, seed: int) -> None:
+        self._part, self._seq, self._seed = part, seq, seed
+        self._per_epoch = len(part.tokens)
+        self.per_stretch, self.per_epoch = self._per_epoch // seq, (self._per_epoch, seq)
+        self._orders: OrderedDict[int, _Order] = OrderedDict()
+
+    def documents(self, window: int) -> list[int]:
+        return [piece.document for piece in self._pieces(window * self._seq, (window + 1) * self._seq)]
+
+    def read(self, windows: Sequence[int]) -> tuple[Tokens, None]:
+        rows = np.empty((len(windows), self._seq + 1), np.int64)
+        for row, window in zip(rows, windows, strict=True):
+            self._read(row, window * self._seq)
+        return rows, None
+
+    def _read(self, row: Tokens, begin: int) -> None:
+        """Fill the row with the stream's tokens from `begin` - 1 on."""
+        # The token before the first target is its input; the stream begins with an imagined end token.
+        row[0] = self._part.end
+        place = 1 if begin == 0 else 0
+        for piece in self._pieces(max(begin - 1, 0), begin + self._seq):
+            row[place : place + piece.last - piece.first] = self._part.tokens[piece.first : piece.last]
+            place += piece.last - piece.first
+        assert place == len(row), (place, len(row))
 
     def _pieces(self, begin: int, end: int) -> list[_Piece]:
         """The stream's tokens [begin, end), as pieces of documents."""
         pieces = []
         while begin < end:
-            epoch, place = divmod(begin, self.tokens_per_epoch)
-            length = min(end - begin, self.tokens_per_epoch - place)
-            pieces += self._order(epoch).pieces(self.part, place, place + length)
+            epoch, place = divmod(begin, self._per_epoch)
+            length = min(end - begin, self._per_epoch - place)
+            pieces += self._order(epoch).pieces(self._part, place, place + length)
             begin += length
         return pieces
 
     def _order(self, epoch: int) -> _Order:
-        return _kept(self._orders, epoch, lambda: _Order.of(self.part, self.seed, epoch))
+        return _kept(self._orders, epoch, lambda: _Order.of(self._part, self._seed, epoch))
 
 
 def rows(global_batch: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from imece.data.corpus import Document, common_folder, documents, held_out, share_of_one, total_bytes
+from imece.data.corpus import common_folder, documents, held_out, share_of_one, total_bytes
 from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place
+from imece.data.records import Document, Encoded, Reading
 from imece.data.tokenizer import Tokenizer
-from imece.data.tokens import MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
+from imece.data.tokens import ANSWERS, MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
 from imece.errors import UserError
 from imece.listing import many
 from imece.writing import leftovers, sync, sync_folder
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all 
 
 _LOCK = "lock"
 _PARTIAL = ".partial"
-_NAMES = tuple(f"{part}.{suffix}" for part in PARTS for suffix in SUFFIXES)
+_NAMES = tuple(f"{part}.{suffix}" for part in PARTS for suffix in (*SUFFIXES, ANSWERS))
 _BATCH_BYTES = 1 << 20  # text tokenized at once; the package needs some 40 times as much memory
 _BATCH_DOCUMENTS = 1024
 _NAMED = 3  # files without text that a message names
@@ -35,7 +35,7 @@ _NAMED = 3  # files without text that a message names
 def build(
     folder: Path | str,
     files: Sequence[Path],
-    field: str,
+    reading: Reading,
     tokenizer: Tokenizer,
     *,
     validation: Sequence[Path] = (),
@@ -57,9 +57,9 @@ def build(
     folder = Path(folder)
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
-    wanted = _wanted(files, field, tokenizer, share, seed)
+    wanted = _wanted(files, reading, tokenizer, share, seed)
     if validation:
-        wanted["validation"] = _source_hash(validation, field)
+        wanted["validation"] = _source_hash(validation, reading)
     try:
         while True:
             seen = _manifest_file(folder)
@@ -75,7 +75,7 @@ def build(
                 if _manifest_file(folder) == seen:  # otherwise another process has built meanwhile
                     with _no_leftovers(folder):
                         _build(
-                            folder, files, validation, field, tokenizer, wanted,
+                            folder, files, validation, reading, tokenizer, wanted,
                             progress or (lambda _done, _total: None),
                         )  # fmt: skip
                     return open_tokens(folder)
@@ -92,20 +92,20 @@ def discard(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _source_hash(files: Sequence[Path], field: str) -> str:
+def _source_hash(files: Sequence[Path], reading: Reading) -> str:
     """A hash of names, sizes and contents: any change changes it, but moving all files together does not."""
-    root, total = common_folder(files), hashlib.blake2b(field.encode(), digest_size=DIGEST_BYTES)
+    root, total = common_folder(files), hashlib.blake2b(reading.key.encode(), digest_size=DIGEST_BYTES)
     for path in files:
         total.update(json.dumps([os.path.relpath(path, root), *file_digest(path)]).encode())
     return total.hexdigest()
 
 
 def _wanted(
-    files: Sequence[Path], field: str, tokenizer: Tokenizer, share: float, seed: int
+    files: Sequence[Path], reading: Reading, tokenizer: Tokenizer, share: float, seed: int
 ) -> dict[str, Any]:
     """Everything that the content of the token files depends on."""
     wanted = {
-        "source": _source_hash(files, field),
+        "source": _source_hash(files, reading),
         "tokenizer": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
@@ -148,7 +148,7 @@ def _build(
     folder: Path,
     files: Sequence[Path],
     apart: Sequence[Path],
-    field: str,
+    reading: Reading,
     tokenizer: Tokenizer,
     wanted: dict[str, Any],
     progress: Progress,
@@ -160,25 +160,22 @@ def _build(
     content, and the next call builds again. apart: files that are for validation.
     """
     share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
-    share = share_of_one(files, field, share, seed)
+    share = share_of_one(files, reading, share, seed)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    begin = np.array([] if tokenizer.begin is None else [tokenizer.begin], np.uint32)
     total, done, skipped = total_bytes([*files, *apart]), 0, dict[Path, str]()
     streams = (
-        (share, documents(files, field, skipped, to_hold_out=share > 0)),
-        (1.0, documents(apart, field, skipped)),
+        (share, documents(files, reading, skipped, to_hold_out=share > 0)),
+        (1.0, documents(apart, reading, skipped)),
     )
     with (
-        closing(_PartWriter(folder, "train", dtype)) as train,
-        closing(_PartWriter(folder, "validation", dtype)) as validation,
+        closing(_PartWriter(folder, "train", dtype, reading)) as train,
+        closing(_PartWriter(folder, "validation", dtype, reading)) as validation,
     ):
         for share_of_it, batch in ((each, batch) for each, stream in streams for batch in _batches(stream)):
-            encoded = tokenizer.encode_batch([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
+            for document, encoded in zip(batch, reading.encode(tokenizer, batch), strict=True):
                 part = validation if held_out(document.text, share_of_it, seed) else train
-                text_bytes = len(document.text.encode())
-                part.add(np.append(begin, ids), tokenizer.end, text_bytes)
-                done += text_bytes
+                part.add(encoded, document.learned_bytes)
+                done += len(document.text.encode())
             progress(min(done, total), total)  # a table's text may be larger than its file
         progress(total, total)
         _check_parts(train, validation, share, files, skipped)
@@ -190,7 +187,10 @@ def _build(
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_folder(folder)
     for name in _NAMES:
-        os.replace(folder / f"{name}{_PARTIAL}", folder / name)
+        if os.path.exists(made := folder / f"{name}{_PARTIAL}"):
+            os.replace(made, folder / name)
+        else:  # of answers, and there are none now
+            (folder / name).unlink(missing_ok=True)
     sync_folder(folder)
     write_manifest(
         folder,
@@ -268,20 +268,24 @@ def _batches(all_documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 class _PartWriter:
-    """Appends documents to two files under temporary names."""
+    """Appends documents to two files under temporary names, or to three if only answers are learned."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], reading: Reading) -> None:
         self.name = name
-        self.documents = self.tokens = self.text_bytes = 0
+        self.documents = self.tokens = self.text_bytes = self.learned = 0
         self._dtype = dtype
-        self._files = {suffix: (folder / f"{name}.{suffix}{_PARTIAL}").open("wb") for suffix in SUFFIXES}
-        self._checksums = {suffix: hashlib.blake2b(digest_size=DIGEST_BYTES) for suffix in SUFFIXES}
+        suffixes = (*SUFFIXES, ANSWERS) if reading.whole else SUFFIXES
+        self._files = {suffix: (folder / f"{name}.{suffix}{_PARTIAL}").open("wb") for suffix in suffixes}
+        self._checksums = {suffix: hashlib.blake2b(digest_size=DIGEST_BYTES) for suffix in suffixes}
         self._append("idx", np.int64(0).tobytes())
 
-    def add(self, ids: npt.NDArray[np.uint32], end: int, text_bytes: int) -> None:
-        self._append("bin", np.append(ids, np.uint32(end)).astype(self._dtype).tobytes())
+    def add(self, encoded: Encoded, text_bytes: int) -> None:
+        self._append("bin", encoded.ids.astype(self._dtype).tobytes())
+        if encoded.learned is not None:
+            self._append(ANSWERS, encoded.learned.tobytes())
+            self.learned += int(encoded.learned.sum())
         self.documents += 1
-        self.tokens += len(ids) + 1
+        self.tokens += len(encoded.ids)
         self.text_bytes += text_bytes
         self._append("idx", np.int64(self.tokens).tobytes())
 
@@ -294,11 +298,10 @@ class _PartWriter:
             sync(file)
 
     def close(self) -> None:
-        """Close both files, even if the first cannot write its rest."""
-        with suppress(OSError):
-            self._files["bin"].close()
-        with suppress(OSError):
-            self._files["idx"].close()
+        """Close all files, even if the first cannot write its rest."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
 
     def counts(self) -> dict[str, Any]:
         checksums = {suffix: digest.hexdigest() for suffix, digest in self._checksums.items()}
@@ -306,5 +309,6 @@ class _PartWriter:
             "documents": self.documents,
             "bytes": self.text_bytes,
             "tokens": self.tokens,
+            **({"learned": self.learned} if ANSWERS in checksums else {}),
             "checksums": checksums,
         }

@@ -10,10 +10,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from imece.data import tables
+from imece.data.records import RECORD_SUFFIXES, TEXT, Document, Reading
 from imece.errors import UserError
 
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
@@ -42,23 +42,15 @@ _RECORDS = {  # suffixes of files whose records are not read here -> what to do;
 }
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text, which is packed and held out as a whole."""
-
-    name: str  # relative to the folder that all files share; "a.jsonl:7" is line 7, or row 7
-    text: str  # never empty
-
-
 def documents(
     files: Sequence[Path],
-    field: str = "text",
+    reading: Reading = TEXT,
     skipped: dict[Path, str] | None = None,
     *,
     to_hold_out: bool = False,
 ) -> Iterator[Document]:
-    """The documents of `files` in order: one per file, or one per line of a .jsonl or row of a table, with
-    the text in `field`.
+    """The documents of `files` in order: one per file, or one per line of a .jsonl or row of a table, as
+    `reading` makes them.
 
     A text file of more than 256 KiB is cut at line ends into documents of some 64 KiB: so memory stays small,
     and a part of a large file can be held out. Empty files, blank lines, empty texts, nulls and empty cells
@@ -68,18 +60,20 @@ def documents(
     of more than a sixteenth of that are then cut too, into pieces of at most about a sixteenth.
     skipped: receives files that are not UTF-8 text, or hold records of another kind, each with what is wrong
     with it; without it they are a UserError. UserError for a line of a .jsonl that is not a JSON object or
-    has no string in `field`; for tables see `tables.rows`.
+    lacks a field of the reading, and as from the reading; for tables see `tables.rows`.
     """
-    root, why_not_text = common_folder(files), functools.cache(_why_not_text)
+    root, why_not_text = common_folder(files), functools.cache(functools.partial(_why_not, reading))
     largest_bytes = _largest_bytes(files, why_not_text) if to_hold_out else _WHOLE_BYTES
     for path in files:
         name = os.path.relpath(path, root)
         with _reading(path):
             if suffix_of(path) in tables.SUFFIXES:
-                yield from (Document(f"{name}:{row}", text) for row, text in tables.rows(path, field))
+                for row, values in tables.rows(path, reading.fields, strings=reading.strings):
+                    if document := reading.document(f"{name}:{row}", f"{path}:{row}", values):
+                        yield document
             elif (why_not := why_not_text(path)) is None:
                 yield from (
-                    _lines(path, name, field)
+                    _lines(path, name, reading)
                     if suffix_of(path) == ".jsonl"
                     else _pieces(path, name, largest_bytes)
                 )
@@ -135,13 +129,13 @@ def held_out(text: str, share: float, seed: int = 0) -> bool:
     return _draw(text, seed) < share
 
 
-def share_of_one(files: Sequence[Path], field: str, share: float, seed: int) -> float:
+def share_of_one(files: Sequence[Path], reading: Reading, share: float, seed: int) -> float:
     """The share for `held_out` that gives a small corpus a document for validation, too.
 
     It is `share`, unless that holds out nothing: then the smallest share that holds out one. 0 stays 0.
     """
     least = 1.0
-    for document in documents(files, field, skipped={}, to_hold_out=True) if share else ():
+    for document in documents(files, reading, skipped={}, to_hold_out=True) if share else ():
         least = min(least, _draw(document.text, seed))
         if least < share:
             return share
@@ -164,10 +158,13 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _why_not_text(path: Path) -> str | None:
-    """What is wrong with a file that is not UTF-8 text, and what to do; None for text."""
+def _why_not(reading: Reading, path: Path) -> str | None:
+    """What is wrong with a file that is not UTF-8 text, or not of records where those are read, and what to
+    do; None for text."""
     if (records := _RECORDS.get(suffix_of(path))) is not None:
         return records
+    if reading.whole and suffix_of(path) not in RECORD_SUFFIXES:
+        return f"no records with {_names(reading.fields)}: name a .jsonl or .parquet"
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         start = file.read(max(map(len, _CONVERTED)))
@@ -193,7 +190,7 @@ def _pieces(path: Path, name: str, largest_bytes: int) -> Iterator[Document]:
     if path.stat().st_size <= largest_bytes:
         text = path.read_bytes().decode()  # read_text would turn \r\n into \n
         if text:
-            yield Document(name, text)
+            yield Document(name, text, len(text.encode()))
         return
     piece_bytes = min(_PIECE_BYTES, largest_bytes)
     line_bytes = max(piece_bytes, _LINE_BYTES)
@@ -203,33 +200,36 @@ def _pieces(path: Path, name: str, largest_bytes: int) -> Iterator[Document]:
         # Up to the end of a line, but a line of a gigabyte must not become one document.
         while block := file.read(piece_bytes) + file.readline(line_bytes):
             if text := decoder.decode(block):
-                yield Document(f"{name}#{number}", text)
+                yield Document(f"{name}#{number}", text, len(text.encode()))
                 number += 1
 
 
-def _lines(path: Path, name: str, field: str) -> Iterator[Document]:
+def _lines(path: Path, name: str, reading: Reading) -> Iterator[Document]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             line = raw.decode("utf-8-sig")  # some editors put a byte order mark before line 1
-            if line.strip() and (text := _text_of(line, f"{path}:{number}", field)):
-                yield Document(f"{name}:{number}", text)
+            if line.strip():
+                where = f"{path}:{number}"
+                values = _values(line, where, reading.fields)
+                if document := reading.document(f"{name}:{number}", where, values):
+                    yield document
 
 
-def _text_of(line: str, where: str, field: str) -> str:
+def _values(line: str, where: str, fields: Sequence[str]) -> list[object]:
+    """What the record in a line has in these fields."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error}): each line must be one JSON object") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a JSON {type(record).__name__}, not an object with a field {field!r}")
-    if field not in record:
-        fields = tables.few(record)
-        raise UserError(f"{where}: no field {field!r}; its fields are {fields}: name the one with the text")
-    text = "" if record[field] is None else record[field]  # null counts as an empty text, as in a table
-    if not isinstance(text, str):
-        raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not a string: name another")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: field {field!r} has half a surrogate pair: repair the line") from error
-    return text
+        kind = type(record).__name__
+        raise UserError(f"{where}: a JSON {kind}, not an object with {_names(fields)}")
+    for field in fields:
+        if field not in record:
+            known, what = tables.few(record), "the text" if len(fields) == 1 else "prompt and answer"
+            raise UserError(f"{where}: no field {field!r}; its fields are {known}: name the one with {what}")
+    return [record[field] for field in fields]
+
+
+def _names(fields: Sequence[str]) -> str:
+    return f"a field {fields[0]!r}" if len(fields) == 1 else f"the fields {', '.join(map(repr, fields))}"

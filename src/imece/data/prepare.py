@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from imece.data.build import build
+from imece.data.chats import Chats
 from imece.data.corpus import total_bytes
 from imece.data.files import locked, other_place
+from imece.data.records import Answers, Reading, Texts
 from imece.data.sources import GoneError, sources
 from imece.data.tokenizer import (
     LARGEST_VOCAB,
@@ -24,6 +27,10 @@ from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.listing import many
 
+Format = Literal["text", "answers", "chat"]
+# The usual ones.
+FIELDS: dict[Format, str] = {"text": "text", "answers": "prompt,completion", "chat": "messages"}
+
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes of text done, bytes of all files)
 
 
@@ -34,8 +41,12 @@ class TextSource:
     paths: tuple[str, ...] = ()
     """Files, folders, globs and datasets (hf:NAME, hf:NAME:SPLIT). Default: the standard library of this
     Python."""
-    field: str = "text"
-    """The field of a line of a .jsonl, or the column of a table, that has the text."""
+    format: Format = "text"
+    """text: all of it is learned; answers: records of a prompt and its answer, which alone is learned; chat:
+    records of messages, of which those of the assistant are."""
+    field: str | None = None
+    """The field of a line of a .jsonl, or the column of a table, that has the text; of answers two, with a
+    comma. Default: FIELDS."""
     tokenizer: str = "bpe"
     """bpe: trained on this text; bytes; or the path of a tokenizer.json."""
     vocab_size: int = 4096
@@ -51,9 +62,11 @@ class TextSource:
         for name in ("paths", "validation"):
             if "" in (paths := getattr(self, name)):
                 raise ValueError(f"{name} is {list(paths)}: an empty path names nothing, leave it out")
-        for name in ("field", "tokenizer"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is '': such as {TextSource.__dataclass_fields__[name].default!r}")
+        if not self.tokenizer:
+            raise ValueError(f"tokenizer is '': such as {TextSource.tokenizer!r}")
+        usual, count = FIELDS[self.format], self.fields.count(",") + 1
+        if not self.fields or (self.format == "answers" and (count != 2 or "" in self.fields.split(","))):
+            raise ValueError(f"field is {self.fields!r}: such as {usual!r} for {self.format}")
         if self.vocab_size < SMALLEST_VOCAB:
             raise ValueError(
                 f"vocab_size is {self.vocab_size}: at least {SMALLEST_VOCAB}, for all bytes and an end"
@@ -64,6 +77,11 @@ class TextSource:
             )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}: at least 0 and less than 1, such as 0.02")
+
+    @property
+    def fields(self) -> str:
+        """The field, or the usual one."""
+        return FIELDS[self.format] if self.field is None else self.field
 
     @property
     def share(self) -> float:
@@ -96,21 +114,22 @@ def prepare(
     tokenizer or the disk.
     """
     run_folders: list[Path] = []
+    reading = reading_of(source, tokenizer_path)
     try:
-        files = sources(source.paths, source.field, run_folders)
-        validation = sources(source.validation, source.field) if source.validation else []
+        files = sources(source.paths, reading, run_folders)
+        validation = sources(source.validation, reading) if source.validation else []
     except GoneError:
         if (made := _made(tokenizer_path, folder)) is None:
             raise
         return made
     files = _others(files, validation)
-    tokenizer = _tokenizer(source, files, tokenizer_path, progress)
+    tokenizer = _tokenizer(source, reading, files, tokenizer_path, progress)
     every = [*files, *validation]
     making = f"making tokens of {many(len(every), 'file')}"
     tokens = build(
         folder,
         files,
-        source.field,
+        reading,
         tokenizer,
         validation=validation,
         share=source.share,
@@ -119,6 +138,18 @@ def prepare(
     )
     read_bytes = total_bytes(every) - tokens.skipped_bytes
     return Prepared(tokenizer, tokens, len(every) - tokens.skipped, read_bytes, len(run_folders))
+
+
+def reading_of(source: TextSource, tokenizer_path: Path) -> Reading:
+    """How documents are made of its records. UserError if these are messages, and no chat template is beside
+    the tokenizer."""
+    match source.format:
+        case "chat":
+            return Chats.of(source.fields, tokenizer_path)
+        case "answers":
+            return Answers(*source.fields.split(","))
+        case "text":
+            return Texts(source.fields)
 
 
 def _others(files: list[Path], validation: Sequence[Path]) -> list[Path]:
@@ -150,12 +181,14 @@ def _made(tokenizer_path: Path, folder: Path) -> Prepared | None:
     return Prepared(tokenizer, tokens, files=0, source_bytes=0)
 
 
-def _tokenizer(source: TextSource, files: Sequence[Path], path: Path, progress: Progress | None) -> Tokenizer:
+def _tokenizer(
+    source: TextSource, reading: Reading, files: Sequence[Path], path: Path, progress: Progress | None
+) -> Tokenizer:
     if not os.path.exists(path):
         try:
             with locked(path.with_name(f".{path.name}.lock")):
                 if not os.path.exists(path):  # nobody made it while this process waited
-                    _make(source, files, progress).save(path)
+                    _make(source, reading, files, progress).save(path)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}): {other_place(error)} folder"
@@ -163,13 +196,15 @@ def _tokenizer(source: TextSource, files: Sequence[Path], path: Path, progress: 
     return load_tokenizer(path)
 
 
-def _make(source: TextSource, files: Sequence[Path], progress: Progress | None) -> Tokenizer:
+def _make(
+    source: TextSource, reading: Reading, files: Sequence[Path], progress: Progress | None
+) -> Tokenizer:
     if source.tokenizer == "bytes":
         return ByteTokenizer()
     if source.tokenizer == "bpe":
         return train_bpe(
             files,
-            source.field,
+            reading,
             source.vocab_size,
             share=source.share,
             seed=source.seed,

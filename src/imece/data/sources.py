@@ -14,6 +14,7 @@ from pathlib import Path
 
 from imece.data import tables
 from imece.data.corpus import documents, suffix_of
+from imece.data.records import TEXT, Reading
 from imece.errors import UserError
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")  # searched for in folders; capitals count too
@@ -30,7 +31,7 @@ class GoneError(UserError):
 
 
 def sources(
-    paths: Sequence[Path | str], field: str = "text", run_folders: list[Path] | None = None
+    paths: Sequence[Path | str], reading: Reading = TEXT, run_folders: list[Path] | None = None
 ) -> list[Path]:
     """The files behind folders, globs, single files and datasets: absolute, sorted, each once.
 
@@ -44,15 +45,17 @@ def sources(
 
     Names given directly are checked here, so that a mistake shows before any work is done. GoneError if the
     path is missing, or a folder or glob has no such file. UserError if it is empty or not UTF-8 text, if the
-    first line of a .jsonl or a table has no `field`, or if the package that reads it is missing. Whether
+    first record is none that `reading` reads, or if the package that reads it is missing. Whether
     files inside a folder are text is found out by `documents`.
     """
     if not paths:
+        if reading.whole:
+            raise UserError(f"no files of records with {tables.few(reading.fields)}: name some with --data")
         return _standard_library()
     found: dict[str, Path] = {}  # by real path, so that a file and a link to it are one
     passed: set[str] = set()
     for given in paths:
-        for path in sorted(_behind(os.path.expanduser(given), field, passed)):
+        for path in sorted(_behind(os.path.expanduser(given), reading, passed)):
             found.setdefault(os.path.realpath(path), path)
     if run_folders is not None:
         run_folders += map(Path, sorted(passed))
@@ -115,11 +118,12 @@ def _walk(root: str, run_folders: set[str]) -> Iterator[tuple[str, list[str], li
         waiting += sorted(links)
 
 
-def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
+def _behind(given: str, reading: Reading, run_folders: set[str]) -> Iterator[Path]:
     path = Path(os.path.abspath(given))
     if (dataset := _dataset(given)) is not None:
-        if next(documents(dataset, field), None) is None:
-            raise UserError(f"{given}: no row of it holds any text in {field!r}: name another dataset")
+        if next(documents(dataset, reading), None) is None:
+            fields = tables.few(reading.fields)
+            raise UserError(f"{given}: no row of it holds any text in {fields}: name another dataset")
         yield from dataset
     elif stat.S_ISDIR(mode := _mode(path)):
         walk = _walk(str(path), run_folders)
@@ -128,7 +132,7 @@ def _behind(given: str, field: str, run_folders: set[str]) -> Iterator[Path]:
             raise GoneError(f"{path}: no {', '.join(SUFFIXES)} files in this folder: name another, or files")
         yield from files
     elif stat.S_ISREG(mode):
-        _check_named(path, field)
+        _check_named(path, reading)
         yield path
     elif mode:
         raise UserError(f"{path}: neither a file nor a folder: copy its content to a file and name that")
@@ -180,11 +184,12 @@ def _is_wanted(folder: str, name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and os.path.isfile(os.path.join(folder, name))
 
 
-def _check_named(path: Path, field: str) -> None:
+def _check_named(path: Path, reading: Reading) -> None:
     try:
         if path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty: name one that holds text")
-        if next(documents([path], field), None) is None:
-            raise UserError(f"{path}: nothing in it holds any text in {field!r}: name a file that holds text")
+        if next(documents([path], reading), None) is None:
+            fields = tables.few(reading.fields)
+            raise UserError(f"{path}: nothing in it holds any text in {fields}: name a file that holds text")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error

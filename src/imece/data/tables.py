@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import reprlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,23 @@ _ROWS = 256  # rows read at once, so this many texts are in memory
 _NAMED = 8  # columns or fields that a message names
 
 
-def rows(path: Path, field: str) -> Iterator[tuple[int, str]]:
-    """(row, text) of each row that has a text in the column `field`; rows count from 1.
+def rows(path: Path, fields: Sequence[str], *, strings: bool = True) -> Iterator[tuple[int, list[object]]]:
+    """(row, its values in the columns `fields`) of each row; rows count from 1.
 
-    UserError if the file is no table, if the column is missing or has another type, if a text is not UTF-8,
-    and if pyarrow is missing.
+    strings: the columns must hold strings. UserError if the file is no table, if a column is missing or has
+    another type, if a text is not UTF-8, and if pyarrow is missing.
     """
     arrow = _package("pyarrow")
     try:
         with arrow.OSFile(str(path)) as file:
             row = 0
-            for column in _columns(arrow, file, path, field):
-                for text in column.to_pylist():
+            for columns in _columns(arrow, file, path, fields, strings):
+                for values in zip(*(column.to_pylist() for column in columns), strict=True):
                     row += 1
-                    if text:
-                        yield row, text
+                    yield row, list(values)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: column {field!r} is not UTF-8 after row {row}: write it anew") from error
+        named = few(fields)
+        raise UserError(f"{path}: column {named} is not UTF-8 after row {row}: write it anew") from error
     except (arrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not a {path.suffix} table ({reason}): write it anew") from error
@@ -97,29 +97,33 @@ def _chosen(splits: list[str], split: str | None, where: str) -> str:
     raise UserError(f"{where}: no split {wanted!r}: name one of {', '.join(splits)} as hf:NAME:SPLIT")
 
 
-def _columns(arrow: Any, file: Any, path: Path, field: str) -> Iterator[Any]:
-    """The pieces of the column, one after the other."""
+def _columns(arrow: Any, file: Any, path: Path, fields: Sequence[str], strings: bool) -> Iterator[list[Any]]:
+    """The pieces of the columns, one after the other."""
     if path.suffix.lower() == ".parquet":
         table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
-        _check(arrow, table.schema_arrow, path, field)
-        batches = table.iter_batches(_ROWS, columns=[field])
+        _check(arrow, table.schema_arrow, path, fields, strings)
+        batches = table.iter_batches(_ROWS, columns=list(fields))
     else:
         stream = arrow.ipc.open_stream(file)
-        _check(arrow, stream.schema, path, field)
+        _check(arrow, stream.schema, path, fields, strings)
         batches = (batch.slice(first, _ROWS) for batch in stream for first in range(0, len(batch), _ROWS))
     for batch in batches:
-        yield batch.column(field)
+        yield [batch.column(field) for field in fields]
 
 
-def _check(arrow: Any, schema: Any, path: Path, field: str) -> None:
-    if schema.names.count(field) != 1:
-        columns = few(schema.names)
-        raise UserError(f"{path}: no column {field!r}; its columns are {columns}: name the one with the text")
-    kind, types = schema.field(field).type, arrow.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise UserError(f"{path}: column {field!r} holds {kind}, not strings: name another")
+def _check(arrow: Any, schema: Any, path: Path, fields: Sequence[str], strings: bool) -> None:
+    for field in fields:
+        if schema.names.count(field) != 1:
+            columns, what = few(schema.names), "the text" if len(fields) == 1 else "prompt and answer"
+            raise UserError(
+                f"{path}: no column {field!r}; its columns are {columns}: name the one with {what}"
+            )
+        kind, types = schema.field(field).type, arrow.types
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        is_string = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+        if strings and not is_string:
+            raise UserError(f"{path}: column {field!r} holds {kind}, not strings: name another")
 
 
 def few(names: Collection[str]) -> str:

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from imece.data.corpus import documents, fraction, held_out, share_of_one, total_bytes
 from imece.data.files import digest, other_place
+from imece.data.records import TEXT, Reading
 from imece.errors import UserError
 from imece.writing import write_whole
 
@@ -28,6 +29,7 @@ SMALLEST_VOCAB = 257  # all bytes, and END
 LARGEST_VOCAB = 1 << 20  # four times the largest of published models
 
 Ids = npt.NDArray[np.uint32]
+Spans = npt.NDArray[np.int64]
 
 _PROGRESS_BYTES = 1 << 20
 # Longer words are cut before training: each merge visits every word that it occurs in, and a genome on one
@@ -63,6 +65,19 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, uint32 [its tokens], without `end`."""
+
+    @abstractmethod
+    def encode_with_spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Ids, Spans]]:
+        """The same, with the characters of each token: int64 [its tokens, 2], first and behind the last.
+
+        special: "<|end|>" in a text is not plain characters but the token, as a chat template means it.
+        """
+
+    @property
+    @abstractmethod
+    def added(self) -> dict[str, bool]:
+        """The tokens that are found in a text before it is cut into words; whether each is special, and so
+        plain characters in a text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -116,6 +131,14 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(_utf8(text), np.uint8).astype(np.uint32) for text in texts]
 
+    def encode_with_spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Ids, Spans]]:
+        alike = JsonTokenizer(tokenizers.Tokenizer.from_str(self.to_json()), self.end)
+        return alike.encode_with_spans(texts, special=special)
+
+    @property
+    def added(self) -> dict[str, bool]:
+        return {END: True}
+
     def decode(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
         end = END.encode()
@@ -152,26 +175,47 @@ class JsonTokenizer(Tokenizer):
         now = tokenizer.to_str()
         self._content = content if content is not None and now == before else now
         tokenizer.encode_special_tokens = True  # i.e. as plain text
+        tokenizer.post_processor = None  # it would leave spaces out of the spans
         self._tokenizer = tokenizer
         self._may_drop = self._lacks_letters()
-        added = (each for each in tokenizer.get_added_tokens_decoder().values() if not each.special)
-        self._known = {letter for each in added for letter in each.content}  # it does not drop these
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._added = {each.content: each.special for each in added}
+        # It does not drop these.
+        self._known = {letter for each in added if not each.special for letter in each.content}
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self.end, self.begin, self.beside = end, begin, beside
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(one.ids, np.uint32) for one in self._encoded(texts, "encode_batch_fast")]
+
+    def encode_with_spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Ids, Spans]]:
+        self._tokenizer.encode_special_tokens = not special
+        try:
+            encoded = self._encoded(texts, "encode_batch")
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [
+            (np.array(one.ids, np.uint32), np.array(one.offsets, np.int64).reshape(-1, 2)) for one in encoded
+        ]
+
+    @property
+    def added(self) -> dict[str, bool]:
+        return self._added
+
+    def _encoded(self, texts: Sequence[str], how: str) -> list[tokenizers.Encoding]:
+        """how: "encode_batch", or "encode_batch_fast", which has no spans."""
         for text in texts:
             _utf8(text)  # otherwise the package raises a TypeError that blames the type
             self._check_known(text)
         try:
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encode = getattr(self._tokenizer, how)
+            return list(encode(texts, add_special_tokens=False))
         except Exception as error:  # the package raises this base class for a word that it does not know
             reason = " ".join(str(error).split())
             raise UserError(
                 f"the tokenizer cannot read this text ({reason}): give it a token for what it does not know, "
                 "or name another"
             ) from error
-        return [np.array(one.ids, np.uint32) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
@@ -218,7 +262,7 @@ class JsonTokenizer(Tokenizer):
 
 def train_bpe(
     files: Sequence[Path],
-    field: str = "text",
+    reading: Reading = TEXT,
     vocab_size: int = 4096,
     *,
     share: float = 0.02,
@@ -244,12 +288,12 @@ def train_bpe(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_letters(), show_progress=False
     )
     total = total_bytes(files)
-    share = share_of_one(files, field, share, seed)
+    share = share_of_one(files, reading, share, seed)
 
     def sample() -> Iterator[str]:
         done = told = 0
         # Cut as for the token files: a document that is whole here might be held out in part there.
-        for document in documents(files, field, skipped={}, to_hold_out=share > 0):
+        for document in documents(files, reading, skipped={}, to_hold_out=share > 0):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
             if drawn and not held_out(text, share, seed):

@@ -1,9 +1,10 @@
 """The token files: what tokenizing makes once, and all processes of a host map into memory.
 
-train.bin       the tokens of all training documents; each document ends with the tokenizer's `end`, and
-                begins with its `begin` if it has one
+train.bin       the tokens of all training documents; each text ends with the tokenizer's `end`, and begins
+                with its `begin` if it has one
 train.idx       int64 [documents + 1]: where in train.bin each document begins, then the number of tokens
-validation.bin, validation.idx
+train.ans       bool [tokens]: which are learned; only if the documents are records, of which answers are
+validation.bin, validation.idx, validation.ans
 manifest.json   what they were made from, their sizes and checksums; written last: without it there is nothing
 lock            held by the process that builds; it may stay for ever
 """
@@ -26,6 +27,7 @@ from imece.writing import write_whole
 MANIFEST = "manifest.json"
 PARTS = ("train", "validation")
 SUFFIXES = ("bin", "idx")
+ANSWERS = "ans"  # the suffix of the third file, if there is one
 
 _VERSION = 1
 
@@ -38,14 +40,16 @@ class Part:
     tokens: npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32 [number of tokens]
     offsets: npt.NDArray[np.int64]  # [documents + 1]
     end: int  # id of the token at the end of each document
-    text_bytes: int  # of the text that the tokens were made from
+    text_bytes: int  # of the text that the tokens were made from; of records, only that of the answers
+    learned: npt.NDArray[np.bool_] | None = None  # [number of tokens], mapped too; None: all are learned
+    learned_tokens: int = 0  # if only answers are
 
     @property
     def documents(self) -> int:
         return len(self.offsets) - 1
 
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The tokens of one document, `end` included."""
+        """The tokens of one document, with those that begin and end it."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -124,11 +128,14 @@ def _open_part(
         raise UserError(
             f"{path}: damaged, its offsets do not ascend to {len(tokens)}: imece train makes it again"
         )
-    for suffix in SUFFIXES if verify else ():
+    for suffix in counts["checksums"] if verify else ():
         path = folder / f"{name}.{suffix}"
         if file_digest(path)[0] != counts["checksums"][suffix]:
             raise UserError(f"{path}: damaged, its checksum is another: imece train makes it again")
-    return Part(name, tokens, offsets, end, counts["bytes"])
+    if ANSWERS not in counts["checksums"]:
+        return Part(name, tokens, offsets, end, counts["bytes"])
+    learned = _map(folder / f"{name}.{ANSWERS}", np.dtype(np.bool_), counts["tokens"])
+    return Part(name, tokens, offsets, end, counts["bytes"], learned, counts["learned"])
 
 
 def _map(path: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:

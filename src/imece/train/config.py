@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from imece.data.prepare import TextSource
+from imece.data.prepare import Format, TextSource
 from imece.data.sources import absolute_name
 from imece.errors import UserError
 from imece.models.presets import preset
@@ -135,8 +135,12 @@ class DataSection:
     paths: Annotated[tuple[str, ...], _also("--data")] = ()
     """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's standard
     library, as it lies on this machine."""
-    field: str = "text"
-    """The field of a .jsonl or .parquet record that has the text."""
+    format: Format = "text"
+    """text; or records of which only answers are learned: answers (a prompt and its answer) or chat
+    (messages)."""
+    field: str | None = None
+    """The field of a .jsonl or .parquet record that has the text. Default: text; for answers
+    prompt,completion; for chat messages."""
     tokenizer: str = "bpe"
     """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of the --from folder,
     the default with it."""
@@ -158,15 +162,18 @@ class DataSection:
     def source(self) -> TextSource:
         """The same for `data.prepare`. Which documents are held out does not depend on the run's seed."""
         return TextSource(
-            self.paths, self.field, self.tokenizer, self.vocab_size, self.held_out, self.validation
-        )
+            paths=self.paths, format=self.format, field=self.field, tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size, held_out=self.held_out, validation=self.validation,
+        )  # fmt: skip
 
     def absolute(self) -> DataSection:
-        """The same with absolute paths, so that they are valid wherever a later command starts."""
+        """The same with absolute paths, so that they are valid wherever a later command starts, and the names
+        of the fields."""
         is_path = self.tokenizer not in ("bpe", "bytes", OF_MODEL)
         return dataclasses.replace(
             self,
             paths=tuple(map(absolute_name, self.paths)),
+            field=self.source().fields,
             validation=tuple(map(absolute_name, self.validation)),
             tokenizer=_absolute(self.tokenizer) if is_path else self.tokenizer,
             folder=_absolute(self.folder),
@@ -438,6 +445,10 @@ class TrainConfig:
             raise UserError(
                 f"--data.tokenizer {tokenizer}: the model of --from {weights} knows its own tokens only: "
                 "leave it out"
+            )
+        if self.data.format == "chat" and not weights:
+            raise UserError(
+                "--data.format chat: the chat template is that of --from FOLDER, which is not given"
             )
         if tokenizer == OF_MODEL and not weights:
             raise UserError(f"--data.tokenizer {OF_MODEL}: that of --from FOLDER, which is not given")

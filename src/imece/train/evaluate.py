@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imece.data.batches import Tokens
+from imece.data.batches import IGNORE, Tokens, inputs_and_targets
 from imece.data.tokens import Part
+from imece.data.whole_windows import WholeWindows
 from imece.model_parallel.vocabulary import cross_entropy
 from imece.train.precision import Precision
 from imece.train.sending import sent
-
-IGNORE = -100  # a target that does not count
 
 
 @torch.no_grad()
@@ -34,16 +33,18 @@ def evaluate(
 ) -> tuple[float, int]:
     """(nats, tokens): this rank's share, to be summed over the ranks.
 
-    The part is read in windows of `seq` tokens that do not overlap, `batch` at a time. Each token counts
-    once; the token before a document's first is an end token, as in training.
+    The part is read in windows of `seq` tokens that do not overlap, `batch` at a time; of records, in windows
+    that hold them whole, and only answers count. Each token counts once; the token before a text's first is
+    an end token, as in training.
     most_tokens: reads windows of only this many tokens, at equal distances over the part; 0: all. nats:
     function of (inputs, targets) that replaces `summed`; the model then only tells the device.
 
     All ranks make equally many forwards, because gathered parameters need that: some make an extra one that
     does not count.
     """
-    windows = math.ceil(len(part.tokens) / seq)
-    chosen = windows_read(part, seq, most_tokens)
+    whole = WholeWindows(part, seq) if part.learned is not None else None
+    windows = _windows_of(part, seq, whole)
+    chosen = _chosen(windows, seq, most_tokens)
     device = next(model.parameters()).device
     # Ranks take whole batches, so that products have the same shape for any number of ranks.
     nats = nats or partial(summed, model, precision)
@@ -53,7 +54,8 @@ def evaluate(
     for begin in range(0, chosen, world_size * batch):
         first = begin + rank * batch
         numbers = range(first, min(first + batch, chosen))  # empty for the last ranks in the last round
-        inputs, targets = _windows(part, seq, [number * windows // chosen for number in numbers])
+        read = [number * windows // chosen for number in numbers]
+        inputs, targets = _windows(part, seq, read) if whole is None else _whole_windows(whole, read)
         total += nats(*(sent(torch.from_numpy(each), device) for each in (inputs, targets)))
         tokens += int((targets != IGNORE).sum())
     model.train(was_training)
@@ -69,8 +71,22 @@ def summed(model: nn.Module, precision: Precision, inputs: Tensor, targets: Tens
 
 def windows_read(part: Part, seq: int, most_tokens: int) -> int:
     """Number of windows in which `evaluate` reads the part; equal numbers mean the same windows."""
-    windows = math.ceil(len(part.tokens) / seq)
+    whole = WholeWindows(part, seq) if part.learned is not None else None
+    return _chosen(_windows_of(part, seq, whole), seq, most_tokens)
+
+
+def _windows_of(part: Part, seq: int, whole: WholeWindows | None) -> int:
+    return math.ceil(len(part.tokens) / seq) if whole is None else len(whole)
+
+
+def _chosen(windows: int, seq: int, most_tokens: int) -> int:
     return min(windows, math.ceil(most_tokens / seq)) if most_tokens else windows
+
+
+def mean_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats per target that counts (int64 [...]); 0 if none does."""
+    nats = cross_entropy(logits, targets, IGNORE, "sum")
+    return nats / (targets != IGNORE).sum().clamp(min=1)
 
 
 def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:
@@ -87,3 +103,9 @@ def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Toke
         if number:
             inputs[row, 0] = part.tokens[number * seq - 1]
     return inputs, targets
+
+
+def _whole_windows(whole: WholeWindows, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:
+    """The same of windows of records."""
+    inputs, targets = inputs_and_targets(*whole.read(numbers or [0]))
+    return inputs, targets if numbers else np.full_like(targets, IGNORE)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from imece.checkpoint.commit import glance
@@ -99,6 +100,8 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
     config = session.config
     longer = f"--epochs {2 * config.epochs:g}" if config.epochs else f"--steps {2 * config.steps}"
     prompt = "" if config.data.paths else ' --prompt "class Queue("'
+    if config.data.format == "chat":
+        prompt = ' --prompt "Hello"'
     return [
         ("next", f"imece sample {run}{prompt}"),
         ("longer", f"imece train --run {run} {longer}"),
@@ -130,7 +133,8 @@ def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
     summary = _figures(session) | {"sample": _sample(session, _prompt(session))}
     if val_loss is not None and math.isfinite(val_loss):
         held_out = tokens.validation
-        bits_a_byte = val_loss / math.log(2) * len(held_out.tokens) / held_out.text_bytes
+        counted = len(held_out.tokens) if held_out.learned is None else held_out.learned_tokens
+        bits_a_byte = val_loss / math.log(2) * counted / held_out.text_bytes
         summary |= {
             "val_loss": val_loss,
             "val_bits_per_byte": bits_a_byte,
@@ -175,26 +179,43 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
     return rows
 
 
-def _prompt(session: Session) -> str:
+@dataclass(frozen=True)
+class _Question:
+    """The beginning of a record."""
+
+    ids: list[int]  # the tokens before its first answer
+    end: int  # the token that ends this
+
+
+def _prompt(session: Session) -> str | _Question:
     """The beginning of a held-out document, or of the text if none is held out; for Python's library, of a
-    class."""
+    class; of a record, what comes before its answer."""
     tokens = session.prepared.tokens
     if not session.config.data.paths:
         return "class Queue:\n    def __init__(self"
     part = tokens.validation if tokens.validation.documents else tokens.train
+    if part.learned is not None:
+        first = int(part.learned.argmax())
+        ids, after = part.document(0).tolist(), np.flatnonzero(~part.learned[first : part.offsets[1]])
+        return _Question(ids[:first], ids[first + int(after[0]) - 1] if len(after) else ids[-1])
     tokenizer = session.prepared.tokenizer
     first = part.document(0)[:8].tolist()[:-1]
     return tokenizer.decode([token for token in first if token != tokenizer.begin]) or " "
 
 
-def _sample(session: Session, prompt: str) -> dict[str, str] | None:
+def _sample(session: Session, prompt: str | _Question) -> dict[str, str] | None:
     """The prompt, alone and with the model's continuation; None if the model's outputs are not finite."""
     tokenizer, model = session.prepared.tokenizer, session.model
+    if isinstance(prompt, str):
+        ids = [tokenizer.before, *tokenizer.encode(prompt)]  # training puts this token before each document
+        stop = tokenizer.end
+    else:
+        ids, stop = prompt.ids, prompt.end
+        prompt = tokenizer.decode(ids[ids[0] == tokenizer.before :])
     if session.plan.mesh.deals:  # this rank has only a part of the model
         if newest_kept(session) is None:
             return {"prompt": prompt, "text": f"{prompt} (no checkpoint is on the disk to sample from)"}
         model, _ = trained_model(session.folder, device=session.mesh.device)
-    ids = [tokenizer.before, *tokenizer.encode(prompt)]  # training puts this token before each document
     generator = torch.Generator(session.mesh.device).manual_seed(_SAMPLE_SEED)
     tokens = generate(
         model,
@@ -203,7 +224,7 @@ def _sample(session: Session, prompt: str) -> dict[str, str] | None:
         temperature=_TEMPERATURE,
         top_p=0.95,
         generator=generator,
-        stop={tokenizer.end},
+        stop={stop},
         entries=tokenizer.vocab_size,
     )
     model.eval()

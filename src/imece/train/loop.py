@@ -36,8 +36,8 @@ class NotFiniteError(Exception):
 class _Together:
     """What all ranks know together of one step."""
 
-    loss: float  # nats per token
-    tokens: int
+    loss: float  # nats per target that counts
+    tokens: int  # of all sequences
     memory_bytes: int  # of the rank that uses most
     signal: int  # one that some rank got, or 0
     newest: float = 0.0  # for Recovery
@@ -221,6 +221,7 @@ class Loop:
         own = self._own or (math.nan,) * len(PHASES)
         row = [
             outcome.nats,
+            outcome.learned,
             outcome.tokens,
             self._memory.most_bytes(),
             self._stop.signal,
@@ -236,10 +237,10 @@ class Loop:
             ops.all_gather(everybodys, mine, group=group, label="loss of each rank")
         rows = everybodys.view(-1, len(mine)).tolist()
         self._check_came()
-        nats, tokens, *most, keys, digests = zip(*rows, strict=True)
+        nats, learned, tokens, *most, keys, digests = zip(*rows, strict=True)
         memory, signal, newest, anew, owes = map(max, most[:5])
         return _Together(
-            sum(nats) / max(1.0, sum(tokens)), int(sum(tokens)) // parts, int(memory),
+            sum(nats) / max(1.0, sum(learned)), int(sum(tokens)) // parts, int(memory),
             int(signal), newest, anew, bool(owes),
             Drift.differs(digests, keys), tuple(zip(*most[5:], strict=True)),
         )  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 from imece.checkpoint.load import Saved
 from imece.checkpoint.names import MODEL
 from imece.checkpoint.weights import check_shapes, fill
+from imece.data.chats import open_template
 from imece.data.files import other_place
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
@@ -185,6 +186,8 @@ def keep(config: TrainConfig) -> None:
     found = open_weights(config.model.weights)
     sequence_length(config, found.config)
     tokenizer_of(found)
+    if config.data.format == "chat":
+        open_template(found.home.tokenizer_file.parent)
     source = found.home
     files = dict[str, Path]()
     for folder in (source.path, source.origin):  # a run's own copy takes precedence

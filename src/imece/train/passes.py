@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from imece.data.batches import IGNORE
 from imece.data_parallel.grad_scaler import GradScaler
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
 from imece.model_parallel.vocabulary import cross_entropy
 from imece.train.clock import Clock
-from imece.train.evaluate import IGNORE, summed
+from imece.train.evaluate import mean_nats, summed
 from imece.train.precision import Precision
 
 Draws = Callable[[int], None]
@@ -32,7 +33,7 @@ class MicroBatch(NamedTuple):
 
     inputs: Tensor  # int64 [micro, seq / context]
     targets: Tensor  # int64 [micro, seq / context]
-    tokens: int  # that count: all or none
+    tokens: int  # targets that count; with context some ranks may have none
     place: int  # of the first sequence in the global batch
 
 
@@ -46,9 +47,10 @@ class Brought(NamedTuple):
 class Passes(Protocol):
     """What all ranks do with their micro-batches together; each has equally many."""
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
-        """Add the gradient of the mean over all tokens of all ranks to what each rank holds. Returns the nats
-        of this rank's tokens, an fp64 scalar."""
+    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws, weight: float) -> Tensor:
+        """Add the gradient of the mean over all targets that count, of all ranks, to what each rank holds.
+        Returns the nats of this rank's targets that count, an fp64 scalar. weight: all targets of the global
+        batch by those that count."""
 
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Nats of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]."""
@@ -80,7 +82,7 @@ class InTurn:
         self._context = context
         self._positions = context.positions(seq, device=model.device) if context.ranks > 1 else None
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
+    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws, weight: float) -> Tensor:
         # The sum stays on the device: reading it after each micro-batch would make the host wait for a GPU.
         nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
         for number, each in enumerate(micro_batches):
@@ -88,7 +90,7 @@ class InTurn:
             draws(each.place)
             with contextlib.nullcontext() if last else self._model.no_sync(), self._context:
                 with self._clock.phase("forward"), self._precision.autocast():
-                    loss = cross_entropy(self._model(each.inputs, positions=self._positions), each.targets)
+                    loss = mean_nats(self._model(each.inputs, positions=self._positions), each.targets)
                 with self._clock.phase("backward"):
                     weighed = self._model.weigh(loss, each.tokens)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
@@ -111,7 +113,7 @@ class InTurn:
         with self._context:
             with self._precision.autocast():
                 logits = self._model.module(each.inputs, positions=self._positions)
-                loss = cross_entropy(logits, each.targets)
+                loss = mean_nats(logits, each.targets)
             gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         names = not_finite(dict(zip(named, gradients, strict=True)))
         nats = float(loss.detach())
@@ -119,17 +121,21 @@ class InTurn:
 
 
 class StageLoss:
-    """The last stage's loss: nats per token of all targets, whether they count or not."""
+    """The last stage's loss: nats per token of all targets, whether they count or not, times a weight."""
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self.scaler = scaler
+        self.weight = 1.0  # in training: all targets of the global batch by those that count
         self.heard: list[float] | None = None  # by micro-batch, while somebody listens
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = cross_entropy(logits, targets, IGNORE, "sum") / targets.numel()
         if self.heard is not None:
             self.heard.append(float(loss.detach()))
-        return self.scaler.scale(loss) if self.scaler is not None and torch.is_grad_enabled() else loss
+        if torch.is_grad_enabled():
+            loss = loss * self.weight
+            return self.scaler.scale(loss) if self.scaler is not None else loss
+        return loss
 
 
 class InPipeline:
@@ -148,16 +154,17 @@ class InPipeline:
         self._pipeline, self._loss, self._model = pipeline, loss, model
         self._precision, self._clock = precision, clock
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> Tensor:
+    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws, weight: float) -> Tensor:
         scaler, scale = self._loss.scaler, 1.0
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self._model.device))  # all stages unscale, one has the loss
             scale = scaler.get_scale()
         with self._clock.phase("exposed"), self._precision.autocast():
             inputs, targets = _joined(micro_batches)
+            self._loss.weight = weight
             loss = self._pipeline.step(inputs, targets)
         self._clock.busy(self._pipeline.marks)
-        return loss / scale * targets.numel()
+        return loss / scale / weight * targets.numel()
 
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
         count = self._pipeline.micro_batches

@@ -403,6 +403,7 @@ def _inputs(
     groups = _first_ranks(config, mesh) // divide.size
     plan = plan_batch(config.batch, seq, groups, divide)
     batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+    windows_read(prepared.tokens.validation, plan.seq, 0)  # refuses records of which none fits
     precision = choose_precision(config.compute.dtype, mesh.device)
     return folder.with_steps(config, batches), prepared, shape, plan, batches, precision
 
@@ -440,7 +441,8 @@ def _parallelize(
     mesh: Mesh,
 ) -> DistributedDataParallel:
     offload = config.offload
-    # All micro-batches of a pipeline have equally many tokens, so their mean is the mean over tokens.
+    # All micro-batches of a pipeline have equally many tokens, so their mean is the mean over tokens. Where
+    # only some tokens count, the pipeline's loss is weighed so that it still is.
     over: Over = "ranks" if config.mesh.pipeline > 1 else "tokens"
     try:
         wrapped, _ = parallelize(

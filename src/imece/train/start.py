@@ -17,6 +17,7 @@ from imece.collectives.texts import gather_texts
 from imece.cores import usable_cores
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
+from imece.data.whole_windows import WholeWindows
 from imece.data_parallel.footprint import expected
 from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
@@ -38,6 +39,7 @@ from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
 from imece.train.dividing import axes_of, check_divided, groups_of
 from imece.train.drift import DriftError
+from imece.train.evaluate import windows_read
 from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.loop import Loop, NotFiniteError
 from imece.train.origin import keep as keep_origin
@@ -83,6 +85,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
         batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
         folder.with_steps(config, batches)
+        windows_read(prepared.tokens.validation, plan.seq, 0)  # refuses records of which none fits
     return ranks
 
 
@@ -175,7 +178,7 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
                 keep(path, session.prediction)
         if joined is None:
             watching.header(header(session))
-            for line in notes_on_data(session.prepared, config):
+            for line in notes_on_data(session.prepared, config, session.batches.whole):
                 watching.note(line)
             ops.barrier(group=mesh.world_group)  # so that all ranks measure their speed at the same time
         loop = Loop(session, watching, stop)
@@ -301,7 +304,9 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     name = some(config.data.paths, _NAMED) or "Python standard library"  # a shell's pattern may name many
     if config.data.validation:
         name += f", for validation {some(config.data.validation, _NAMED)}"
-    tokens = _tokens(prepared)
+    tokens, parts = _tokens(prepared), (prepared.tokens.train, prepared.tokens.validation)
+    learned = sum(part.learned_tokens for part in parts)
+    answers = f", {si(learned)} of answers" if parts[0].learned is not None else ""
     skipped = (
         f", {many(prepared.tokens.skipped, 'file')} left out as not text" if prepared.tokens.skipped else ""
     )
@@ -309,18 +314,23 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     left_out = f", {many(runs, 'run folder')} left out" if runs else ""
     files = f"{many(prepared.files, 'file')}, {megabytes(prepared.source_bytes)}"
     return (
-        f"{name}: {files if prepared.files else 'gone, its tokens as they were made'}, {si(tokens)} tokens "
-        f"({_percent(_held_out(prepared))} of them held out){skipped}{left_out}"
+        f"{name}: {files if prepared.files else 'gone, its tokens as they were made'}, "
+        f"{si(tokens)} tokens{answers} ({_percent(_held_out(prepared))} of them held out){skipped}{left_out}"
     )
 
 
-def notes_on_data(prepared: Prepared, config: TrainConfig) -> list[str]:
-    """Surprises in the text: files that are not text, and a held-out share far from what was asked for, if
-    there are few documents."""
+def notes_on_data(prepared: Prepared, config: TrainConfig, whole: WholeWindows | None = None) -> list[str]:
+    """Surprises in the text: files that are not text, records that are too long, and a held-out share far
+    from what was asked for, if there are few documents. whole: the windows of records."""
     tokens, asked, found = prepared.tokens, config.data.held_out, _held_out(prepared)
     lines = [f"left out: {line}" for line in tokens.skipped_first]
     if lines and (more := tokens.skipped - len(lines)):
         lines.append(f"left out: {more:,} more")
+    if whole is not None and whole.left_out:
+        lines.append(
+            f"warning: {whole.left_out:,} of {whole.part.documents:,} records are left out, with more than "
+            f"{whole.seq + 1:,} tokens: --model.max-seq {whole.longest - 1} takes all"
+        )
     if not config.data.validation and not asked / _FAR <= found <= asked * _FAR:
         documents = tokens.train.documents + tokens.validation.documents
         lines.append(

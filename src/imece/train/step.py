@@ -6,13 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from imece.collectives.texts import gather_json
-from imece.data.batches import Batches, rows
+from imece.data.batches import IGNORE, Batches, rows
 from imece.data_parallel.grad_scaler import GradScaler, forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.listing import some
@@ -32,11 +33,12 @@ _Found = tuple[float | None, list[str], list[int]] | None
 class Outcome:
     """What one step yielded, over all ranks unless it says otherwise."""
 
-    nats: float  # summed over this rank's tokens
+    nats: float  # summed over this rank's targets that count
     tokens: int  # of this rank
     grad_norm: float  # before clipping
     skipped: str = ""  # why there was no update
-    computed: int = 0  # tokens of this rank, including those that do not count
+    computed: int = 0  # tokens of this rank, including those of micro-batches that do not count
+    learned: int = 0  # targets of this rank that count
 
 
 class Step:
@@ -54,8 +56,8 @@ class Step:
     All ranks make equally many forwards and backwards, because with gathered parameters each is a collective.
     A rank with fewer micro-batches ends with some of weight 0.
 
-    The gradient is that of the mean over all tokens of the global batch. After the sum it has the same bits
-    on all ranks, so they see the same norm, and skip or make the update without asking each other.
+    The gradient is that of the mean over all targets of the global batch that count. After the sum it has the
+    same bits on all ranks, so they see the same norm, and skip or make the update without asking each other.
 
     Random draws of the model in a micro-batch depend on the seed, the step and the micro-batch's place in the
     global batch: not on earlier draws or the number of ranks.
@@ -96,8 +98,12 @@ class Step:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         ahead, self._ahead = self._ahead, None
-        micro_batches = ahead[1] if ahead is not None and ahead[0] == index else self._read(index)
-        found = self.passes.gradients(micro_batches, self._draws(index))
+        own = ahead[1] if ahead is not None and ahead[0] == index else self._read(index)
+        # Repeats a sequence of its own: it adds nothing that is not finite unless it already did.
+        ignored = MicroBatch(own[0].inputs[:1], own[0].targets[:1], 0, own[0].place)
+        micro_batches = own + [ignored] * (self._plan.accumulation - len(own))
+        weight = self._plan.tokens / max(1, self._batches.learned(index))
+        found = self.passes.gradients(micro_batches, self._draws(index), weight)
         with self._clock.phase("optimizer"):
             both = torch.stack((self._norm().double(), found))
         self._ahead = index + 1, self._read(index + 1)
@@ -106,9 +112,9 @@ class Step:
             norm, nats = both.tolist()
             self.when_summed()
             skipped = self._update(norm)
-        counted = sum(each.tokens for each in micro_batches)
-        computed = sum(each.targets.numel() for each in micro_batches)
-        return Outcome(nats, counted, norm, skipped, computed)
+        tokens, computed = (sum(each.targets.numel() for each in those) for those in (own, micro_batches))
+        learned = sum(each.tokens for each in own)
+        return Outcome(nats, tokens, norm, skipped, computed, learned)
 
     def blame(self, index: int) -> list[str]:
         """Find what is not finite in step `index`: a line for each rank, with its documents. If weights are
@@ -151,7 +157,7 @@ class Step:
 
     def _found_in(self, index: int) -> list[_Found]:
         """For each micro-batch of this rank what is not finite; None if nothing is known to be."""
-        micro_batches = [each for each in self._read(index) if each.tokens]
+        micro_batches = self._read(index)
         found: list[_Found] = []
         brought = self.passes.not_finite(micro_batches, self._draws(index))
         for micro_batch, each in zip(micro_batches, brought, strict=True):
@@ -164,19 +170,17 @@ class Step:
         return lambda place: begin_draws(self._batches.seed, index, place, self._model.device)
 
     def _read(self, index: int) -> list[MicroBatch]:
-        """This rank's micro-batches, as many as every other rank's."""
+        """This rank's micro-batches; other ranks may have one more."""
         with self._clock.phase("data"):
             rank, micro = self._mesh.batch_rank, self._plan.micro
             both = self._batches.for_rank(index, rank, self._plan.ranks)
-            parts = (self._context.part(torch.from_numpy(each)) for each in both)
+            parts = [self._context.part(torch.from_numpy(each)) for each in both]
+            counts = [int((each != IGNORE).sum()) for each in parts[1].split(micro)]  # before a GPU has it
             inputs, targets = (sent(each, self._model.device) for each in parts)
             first, _ = rows(self._plan.sequences, rank, self._plan.ranks)
             places = range(first, first + len(inputs), micro)
-            each = zip(inputs.split(micro), targets.split(micro), places, strict=True)
-            found = [MicroBatch(inputs, targets, targets.numel(), place) for inputs, targets, place in each]
-            # Repeats a sequence of its own: it adds nothing that is not finite unless it already did.
-            ignored = MicroBatch(inputs[:1], targets[:1], 0, first)
-            return found + [ignored] * (self._plan.accumulation - len(found))
+            each = zip(inputs.split(micro), targets.split(micro), counts, places, strict=True)
+            return list(starmap(MicroBatch, each))
 
     def _norm(self) -> Tensor:
         if self._scaler is not None:

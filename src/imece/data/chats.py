@@ -1,0 +1,255 @@
+"""Conversations: a chat template writes them as text, of which only the assistant's answers are learned.
+
+A template is a program by whoever made the model, so it runs in jinja2's sandbox. Which characters are an
+answer, it says itself with {% generation %} around them. Without that tag an answer is what the template
+writes more with the message than without: after all that it writes to have the assistant begin, up to the
+last token of its own (`<|im_end|>`), with which the answer ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import numpy as np
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from imece.data.records import (
+    Document,
+    Encoded,
+    Reading,
+    Span,
+    encoded_with_spans,
+    learned_tokens,
+    string,
+)
+from imece.data.tokenizer import CONFIG, Tokenizer, load_tokenizer
+from imece.errors import UserError
+
+TEMPLATE = "chat_template.jinja"
+_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TODAY = datetime(2025, 1, 1)  # to all templates: the same records make the same tokens on any day
+# Around what {% generation %} marks. No text holds half a surrogate pair, so they cannot be mistaken.
+_OPEN, _CLOSE = "\ud800", "\ud801"
+
+Message = dict[str, Any]
+
+
+class ChatTemplate:
+    """Writes conversations as text."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], where: Path) -> None:
+        """tokens: what it may name, as bos_token. UserError if it is no template."""
+        self.source, self.tokens, self.where = source, dict(tokens), where
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _TODAY.strftime}
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise UserError(f"{where}: no chat template ({_line(error)}): get the file again") from error
+
+    def write(self, messages: Sequence[Message], where: str, *, begins: bool = False) -> str:
+        """The text, in which _OPEN and _CLOSE are around what it marks. begins: with what has the assistant
+        begin an answer. UserError, with `where`, if the template fails."""
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=begins, **self.tokens
+            )
+        except Exception as error:  # whatever a stranger's program raises
+            raise UserError(f"{where}: refused by the chat template, {self.where}: {_line(error)}") from error
+
+
+def open_template(folder: Path) -> ChatTemplate:
+    """The chat template of the tokenizer in this folder. UserError if it has none."""
+    said, path = _json_object(folder / CONFIG), folder / TEMPLATE
+    source: object
+    try:
+        source = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        path, source = folder / CONFIG, said.get("chat_template")
+        if isinstance(source, list):  # several, of which "default" is for conversations
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            source = named.get("default")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+    if not isinstance(source, str):
+        raise UserError(
+            f"{folder}: its tokenizer has no chat template, which writes messages as text: put a {TEMPLATE} "
+            "beside it, such as that of the model's chat version"
+        )
+    every = _json_object(folder / "special_tokens_map.json") | said
+    tokens = ((name, each.get("content") if isinstance(each, dict) else each) for name, each in every.items())
+    known = {name: each for name, each in tokens if name in _TOKENS and isinstance(each, str)}
+    return ChatTemplate(source, known, path)
+
+
+@dataclass(frozen=True)
+class Chats(Reading):
+    """A list of messages in one field: {"role": "user", "content": "..."} and so on."""
+
+    field: str
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    strings = False
+
+    @classmethod
+    def of(cls, field: str, tokenizer_path: Path) -> Chats:
+        """Of the tokenizer at this path and the template beside it. UserError if one is missing."""
+        return cls(field, open_template(tokenizer_path.parent), load_tokenizer(tokenizer_path))
+
+    @property
+    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.field,)
+
+    @property
+    def key(self) -> str:
+        return json.dumps(["chat", self.field, self.template.source, self.template.tokens])
+
+    def document(self, name: str, where: str, values: Sequence[object]) -> Document | None:
+        messages = self._messages(values[0], where)
+        if not messages:
+            return None
+        answers = [each["content"] for each in messages if each["role"] == "assistant"]
+        if not answers:
+            roles = ", ".join(dict.fromkeys(repr(each["role"]) for each in messages))
+            raise UserError(f"{where}: no message of the assistant to learn from, only of {roles}: mend it")
+        if not (learned_bytes := len("".join(answers).encode())):
+            return None
+        text = self.template.write(messages, where)
+        spans = list(_marked(text)) if _OPEN in text else list(self._told_apart(messages, text, where))
+        if all(first == stop for first, stop in spans):
+            raise UserError(
+                f"{where}: the chat template, {self.template.where}, leaves its answers out: mend it"
+            )
+        return Document(name, _unmarked(text), learned_bytes, tuple(spans))
+
+    def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[Encoded]:
+        for document, (ids, spans) in encoded_with_spans(tokenizer, documents, special=True):
+            learned = learned_tokens(spans, document)
+            learned[:1] = False  # nothing stands before it from which it could be learned
+            yield Encoded(ids, learned)
+
+    def question(self, prompt: str) -> list[int]:
+        """The tokens of a user's message, after which the assistant answers. UserError."""
+        messages = self._messages([{"role": "user", "content": prompt}], "the prompt")
+        text = _unmarked(self.template.write(messages, "the prompt", begins=True))
+        ((ids, _),) = self.tokenizer.encode_with_spans([text], special=True)
+        return [int(token) for token in ids]
+
+    def ends(self) -> set[int]:
+        """The tokens that end an answer."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        document = self.document("", "the prompt", [messages])
+        assert document is not None
+        (encoded,) = self.encode(self.tokenizer, [document])
+        assert encoded.learned is not None
+        last = int(encoded.ids[np.flatnonzero(encoded.learned)[-1]])
+        own = self.tokenizer.decode([last]).strip() in self.tokenizer.added
+        return {self.tokenizer.end, last} if own else {self.tokenizer.end}
+
+    def _messages(self, value: object, where: str) -> list[Message]:
+        """The messages of a record; null counts as none, and null in a message as absent."""
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            kind = type(value).__name__
+            raise UserError(
+                f"{where}: field {self.field!r} holds a {kind}, not a list of messages: name another"
+            )
+        return [self._message(each, f"{where}: message {place}") for place, each in enumerate(value, start=1)]
+
+    def _message(self, value: object, where: str) -> Message:
+        if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+            raise UserError(f'{where}: not like {{"role": "user", "content": "..."}}: mend it')
+        content = string(value.get("content"), "content", where)
+        every = string(json.dumps(value, ensure_ascii=False, default=str), self.field, where)
+        special = [name for name, special in self.tokenizer.added.items() if special and name in every]
+        if special:
+            raise UserError(f"{where}: it holds {special[0]!r}, which is a token of its own: take it out")
+        return {name: each for name, each in value.items() if each is not None} | {"content": content}
+
+    def _told_apart(self, messages: Sequence[Message], text: str, where: str) -> Iterator[Span]:
+        """The answers in the text that a template without {% generation %} wrote."""
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.template.write(messages[:place], where, begins=True)
+            until = self.template.write(messages[: place + 1], where)
+            if not (until.startswith(before) and text.startswith(until)):
+                raise UserError(
+                    f"{where}: the chat template, {self.template.where}, writes other messages otherwise "
+                    f"with message {place + 1} than without, so which tokens are its answer cannot be told: "
+                    "put {% generation %} and {% endgeneration %} around answers in it"
+                )
+            end = until.rstrip()
+            if len(end) <= len(before) or not end.endswith(tuple(self.tokenizer.added)):
+                raise UserError(
+                    f"{where}: the chat template, {self.template.where}, ends an answer with none of the "
+                    "tokenizer's own tokens, so a model would never learn to stop: mend the template"
+                )
+            yield len(before), len(end)
+
+
+class _Generation(Extension):
+    """The tag {% generation %} ... {% endgeneration %}."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's way
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def _marked(text: str) -> Iterator[Span]:
+    """What the marks in a text enclose: characters of the text without them."""
+    first = 0
+    for marks, mark in enumerate(re.finditer(f"[{_OPEN}{_CLOSE}]", text)):
+        place = mark.start() - marks
+        if mark[0] == _CLOSE:
+            yield first, place
+        first = place
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """{} if the file is not there."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
+    """In a prompt, unlike in HTML, no character needs an escape."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,153 @@
+"""Training on records: answers alone are learned, on any ranks as by one process on the whole batch."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from imece.cli.main import main
+from imece.data.batches import IGNORE, Batches
+from imece.data.tokenizer import load_tokenizer
+from imece.data.tokens import open_tokens
+from imece.train.beginning import new_model
+from imece.train.origin import shape_of, trained_model
+from imece.train.precision import choose_precision
+from imece.train.run_folder import RunFolder
+from tests.train.command import in_fork, train
+from tests.train.compare import records
+from tests.train.small import options
+from tests.train.test_origin import write_model
+
+SEQ = 32
+NEAR = 1e-5  # fp32, summed in another order
+TEMPLATE = (
+    "{% for message in messages %}{{ '<unk>' + message.role + ' ' + message.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<unk>assistant ' }}{% endif %}"
+)
+
+
+def write_records(path: Path, count: int = 60) -> Path:
+    """Prompts and answers of many lengths: some sequences have many learned tokens, others few."""
+    draw = random.Random(3)
+    lines = []
+    for number in range(count):
+        answer = "yes" * draw.choice((1, 1, 1, 6))
+        lines.append(json.dumps({"prompt": f"{number} {'?' * draw.randint(0, 9)}", "completion": answer}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def words(folder: Path, run: str, *more: str) -> list[str]:
+    text = folder / "answers.jsonl"
+    if not text.exists():
+        write_records(text)
+    return options(
+        folder, run, f"--data={text}", "--data.format=answers", f"--model.max-seq={SEQ}",
+        "--optimizer.kind=adamw", "--optimizer.schedule=constant", "--optimizer.warmup=0",
+        "--model.layers=2", "--model.kv-heads=2", "--validate.every=2", *more,
+    )  # fmt: skip
+
+
+def whole_loss(run: Path) -> float:
+    """Of the first step, by one process and torch's own function: the mean over all answers."""
+    config, cpu = RunFolder(run).config(), torch.device("cpu")
+    model = new_model(config, shape_of(config, 257), cpu, choose_precision("fp32", cpu))
+    batches = Batches(open_tokens(run / "tokens").train, SEQ, config.batch.sequences, config.seed)
+    inputs, targets = (torch.from_numpy(each) for each in batches.for_rank(0, 0, 1))
+    logits = model(inputs).flatten(0, 1)
+    return float(F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE).detach())
+
+
+def curve(run: Path) -> list[float]:
+    figures = ("loss", "grad_norm", "val_loss")
+    return [record[name] for record in records(run) for name in figures if name in record]
+
+
+def runs(name: str) -> float:
+    folder = Path(name)
+    for run, more in (
+        ("alone", ["--ranks=1", "--batch.micro=3", "--steps=4"]),
+        ("halves", ["--ranks=1", "--batch.micro=3", "--steps=2"]),
+        ("halves", ["--ranks=1", "--batch.micro=3", "--steps=4"]),
+        ("three", ["--ranks=3", "--batch.micro=4", "--steps=4"]),
+        ("context", ["--ranks=2", "--mesh.context=2", "--batch.micro=1", "--steps=4"]),
+        ("pipeline", ["--ranks=4", "--mesh.pipeline=2", "--batch.micro=1", "--steps=4"]),
+    ):
+        outcome = train(words(folder, run, *more), folder)
+        assert outcome.status == 0, (run, outcome)
+    return whole_loss(folder / "alone")
+
+
+def test_any_ranks_train_like_one_process(tmp_path: Path) -> None:
+    """Ranks have other numbers of learned tokens; with context and micro-batches of one sequence some have
+    none. What is gone on with has the same bits."""
+    whole = in_fork(runs, str(tmp_path))
+    alone = curve(tmp_path / "alone")
+    assert abs(alone[0] - whole) < NEAR * whole
+    assert curve(tmp_path / "halves") == alone
+    for run in ("three", "context", "pipeline"):
+        apart = np.abs(np.subtract(curve(tmp_path / run), alone) / alone).max()
+        assert apart < 5 * NEAR, (run, apart)
+
+
+def test_held_out_records_that_do_not_fit_are_found_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"prompt": "x" * 99, "completion": "y"}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long))
+    asked = words(tmp_path, "run", f"--data.validation={tmp_path / 'long.jsonl'}")
+    assert main(["train", *(word for word in asked if "held-out" not in word)]) == 2
+    said = capsys.readouterr().err
+    assert "none of 1 records of the validation part fits" in said and "--model.max-seq 101" in said
+    assert not (tmp_path / "run").exists()
+
+
+def talk(number: int) -> dict[str, Any]:
+    said = {"role": "user", "content": f"say {number % 7}"}
+    return {"messages": [said, {"role": "assistant", "content": f"village {number % 7}"}]}
+
+
+def learn_chats(name: str) -> list[Any]:
+    folder = Path(name)
+    words = [
+        f"--from={folder / 'source'}", f"--data={folder / 'chats.jsonl'}", "--data.format=chat",
+        f"--run={folder / 'run'}", "--model.max-seq=32", "--batch.sequences=8", "--compute.dtype=fp32",
+        "--ranks=2", "--steps=3", "--data.held-out=0.1",
+    ]  # fmt: skip
+    outcome = train(words, folder)
+    return [outcome.status, outcome.out, outcome.err]
+
+
+def test_a_run_that_learns_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a folder's template to answers: `imece sample` asks by it, and `imece export` carries it along."""
+    write_model(tmp_path / "source")
+    (tmp_path / "source/chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(talk(number)) + "\n" for number in range(60)))
+    status, out, err = in_fork(learn_chats, str(tmp_path))
+    assert status == 0, err
+    assert " of answers (" in out and "<unk>user say " in out
+    run = str(tmp_path / "run")
+    assert main(["sample", run, "--prompt", "say 3", "--tokens", "2", "--temperature", "0"]) == 0
+    asked = capsys.readouterr().out
+    assert asked.startswith("say 3\n")
+    model, _ = trained_model(RunFolder(tmp_path / "run"), "best")
+    tokenizer = load_tokenizer(tmp_path / "source")
+    ((ids, _),) = tokenizer.encode_with_spans(["<unk>user say 3</s>\n<unk>assistant "], special=True)
+    likeliest = int(model(torch.tensor([ids.tolist()]))[0, -1, : tokenizer.vocab_size].argmax())
+    assert asked.removeprefix("say 3\n").startswith(tokenizer.decode([likeliest]).rstrip("\ufffd"))
+    assert main(["sample", run]) == 2
+    assert "say it with --prompt, or take --raw" in capsys.readouterr().err
+    assert main(["sample", run, "--raw", "--prompt", "say 3", "--tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("say 3")
+    assert main(["eval", run, "--data", str(tmp_path / "chats.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["documents"] == 60 and found["bytes"] == 60 * len("village 1")
+    assert main(["export", run, str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/chat_template.jinja").read_text() == TEMPLATE
