@@ -135,6 +135,20 @@ def test_a_host_that_came_back_goes_on_when_the_one_it_came_back_to_dies(cluster
     assert len(made.newest(1).members) == 2 * (hosts - 1)
 
 
+def test_two_that_lost_each_other_and_not_the_one_that_leads_find_each_other_again(cluster: Make) -> None:
+    """Or neither would go on when that one dies."""
+    made = cluster(3)
+    pair = frozenset((1, 2))
+    made.away.add(pair)
+    made.unlink(1, 2, told=(1, 2))
+    made.settle()
+    assert made.leaders == [0] and pair not in made.links and len(made.newest(2).members) == 6
+    made.mend()
+    assert pair in made.links
+    made.die(0)
+    assert made.leaders == [1] and len(made.newest(2).members) == 4
+
+
 def test_who_comes_back_does_not_help_to_cut_off_those_that_it_went_on_with(cluster: Make) -> None:
     """Hosts 4 to 8 go on without 0, which still counts on 4; then 5 and 6 begin anew with 0."""
     made = cluster(9, max_restarts=99)

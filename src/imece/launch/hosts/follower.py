@@ -84,11 +84,13 @@ class Follower:
                 self._obey(message)
 
     def down(self, host: int, why: str, surely: bool, told: bool) -> None:
-        """Without the coordinator, find out who goes on."""
+        """Without the coordinator, find out who goes on; look for another one again, to know it then."""
         if host == self._leader and self._lost_since is None:
             self._lose(why, surely)
         elif self._lost_since is not None:
             self._elect()
+        else:
+            self._dial_others()
 
     def ended(self, endings: Mapping[int, Ending], now: float) -> None:
         """Members here have ended: the coordinator judges that, by what they had said last."""
