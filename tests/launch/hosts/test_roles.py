@@ -358,8 +358,23 @@ def test_nobody_comes(cluster: Make) -> None:
     with pytest.raises(UserError, match=r"no job at 10.0.0.1:29400 within 600 s.*is host 0 started"):
         made.heres[1].network.dial(0, ("", 0), patience_s=0)
         made.agents[1].on_time(601.0)
-    with pytest.raises(UserError, match=r"host 1 of 2 hosts did not come to 10.0.0.1:29400 within 600 s"):
-        made.agents[0].on_time(601.0)
+    made.agents[0].on_time(601.0)
+    outcome = made.heres[0].outcome
+    assert outcome is not None and outcome.status == 2
+    assert outcome.line == "imece: host 1 of 2 hosts did not come to 10.0.0.1:29400 within 600 s"
+
+
+def test_nobody_comes_back(cluster: Make) -> None:
+    """Who was cut off did nothing wrong."""
+    made = cluster(3)
+    made.away = {frozenset((0, 1)), frozenset((0, 2)), frozenset((1, 2))}
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        made.unlink(one, other, told=(one, other))
+    made.settle()
+    for host in range(3):
+        made.agents[host].on_time(700.0)
+    outcomes = [here.outcome for here in made.heres.values()]
+    assert [outcome and outcome.status for outcome in outcomes] == [1, 1, 1]
 
 
 def test_ranks_that_do_not_go_on_end_with_the_first_that_is_lost(cluster: Make) -> None:

@@ -355,8 +355,7 @@ class Coordinator:
         if now >= self._until:
             hosts, patience = here.plan.hosts, f"{here.plan.patience_s:.0f} s"
             why = f"{who} of {hosts} hosts did not come to {where} within {patience}"
-            self._finish(Outcome(2, f"imece: {why}"))
-            raise UserError(why)
+            self._finish(Outcome(1 if here.was_cut_off else 2, f"imece: {why}"))
 
     def _serve_store(self) -> None:
         """Serve the store in which all ranks meet on this host."""
