@@ -174,6 +174,15 @@ def test_wrong_records(tmp_path: Path, messages: object, said: str) -> None:
     assert said in message and "a.jsonl:2" in message
 
 
+def test_a_record_of_another_kind(tmp_path: Path) -> None:
+    chats = chats_of(tmp_path, CHATML)
+    file = write(tmp_path / "a.jsonl", lines(TALK) + '{"prompt": "a", "completion": "b"}')
+    message = mistake(list, documents([file], chats))
+    assert message.endswith(
+        "a.jsonl:2: no field 'messages'; its fields are 'prompt', 'completion': name the one with messages"
+    )
+
+
 def test_records_without_an_answer_are_left_out(tmp_path: Path) -> None:
     chats = chats_of(tmp_path, CHATML)
     nothing: list[object] = [None, [], [TALK[0], {"role": "assistant", "content": None}]]

@@ -103,7 +103,7 @@ class Chats(Reading):
     field: str
     template: ChatTemplate
     tokenizer: Tokenizer
-    strings = False
+    strings, what = False, "messages"
 
     @classmethod
     def of(cls, field: str, tokenizer_path: Path) -> Chats:

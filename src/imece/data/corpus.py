@@ -68,7 +68,7 @@ def documents(
         name = os.path.relpath(path, root)
         with _reading(path):
             if suffix_of(path) in tables.SUFFIXES:
-                for row, values in tables.rows(path, reading.fields, strings=reading.strings):
+                for row, values in tables.rows(path, reading):
                     if document := reading.document(f"{name}:{row}", f"{path}:{row}", values):
                         yield document
             elif (why_not := why_not_text(path)) is None:
@@ -210,25 +210,27 @@ def _lines(path: Path, name: str, reading: Reading) -> Iterator[Document]:
             line = raw.decode("utf-8-sig")  # some editors put a byte order mark before line 1
             if line.strip():
                 where = f"{path}:{number}"
-                values = _values(line, where, reading.fields)
+                values = _values(line, where, reading)
                 if document := reading.document(f"{name}:{number}", where, values):
                     yield document
 
 
-def _values(line: str, where: str, fields: Sequence[str]) -> list[object]:
-    """What the record in a line has in these fields."""
+def _values(line: str, where: str, reading: Reading) -> list[object]:
+    """What the record in a line has in the fields of the reading."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error}): each line must be one JSON object") from error
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise UserError(f"{where}: a JSON {kind}, not an object with {_names(fields)}")
-    for field in fields:
+        raise UserError(f"{where}: a JSON {kind}, not an object with {_names(reading.fields)}")
+    for field in reading.fields:
         if field not in record:
-            known, what = tables.few(record), "the text" if len(fields) == 1 else "prompt and answer"
-            raise UserError(f"{where}: no field {field!r}; its fields are {known}: name the one with {what}")
-    return [record[field] for field in fields]
+            raise UserError(
+                f"{where}: no field {field!r}; its fields are {tables.few(record)}: name the one with "
+                f"{reading.what}"
+            )
+    return [record[field] for field in reading.fields]
 
 
 def _names(fields: Sequence[str]) -> str:

@@ -49,6 +49,7 @@ class Reading(ABC):
     fields: tuple[str, ...]  # that each record has
     whole: bool = True  # a record is not cut: its answers would lose their prompt
     strings: bool = True  # the fields hold strings
+    what: str  # they hold, for messages
 
     @property
     @abstractmethod
@@ -72,7 +73,7 @@ class Texts(Reading):
     """The text in one field. Files without records are texts too."""
 
     field: str
-    whole = False
+    whole, what = False, "the text"
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -101,6 +102,7 @@ class Answers(Reading):
 
     prompt: str
     answer: str
+    what = "prompt and answer"
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]

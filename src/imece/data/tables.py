@@ -10,10 +10,11 @@ import importlib
 import json
 import os
 import reprlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from imece.data.records import Reading
 from imece.errors import UserError
 from imece.listing import some
 
@@ -23,22 +24,22 @@ _ROWS = 256  # rows read at once, so this many texts are in memory
 _NAMED = 8  # columns or fields that a message names
 
 
-def rows(path: Path, fields: Sequence[str], *, strings: bool = True) -> Iterator[tuple[int, list[object]]]:
-    """(row, its values in the columns `fields`) of each row; rows count from 1.
+def rows(path: Path, reading: Reading) -> Iterator[tuple[int, list[object]]]:
+    """(row, its values in the columns that are the reading's fields) of each row; rows count from 1.
 
-    strings: the columns must hold strings. UserError if the file is no table, if a column is missing or has
-    another type, if a text is not UTF-8, and if pyarrow is missing.
+    UserError if the file is no table, if a column is missing or has another type, if a text is not UTF-8, and
+    if pyarrow is missing.
     """
     arrow = _package("pyarrow")
     try:
         with arrow.OSFile(str(path)) as file:
             row = 0
-            for columns in _columns(arrow, file, path, fields, strings):
+            for columns in _columns(arrow, file, path, reading):
                 for values in zip(*(column.to_pylist() for column in columns), strict=True):
                     row += 1
                     yield row, list(values)
     except UnicodeDecodeError as error:
-        named = few(fields)
+        named = few(reading.fields)
         raise UserError(f"{path}: column {named} is not UTF-8 after row {row}: write it anew") from error
     except (arrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
@@ -97,32 +98,32 @@ def _chosen(splits: list[str], split: str | None, where: str) -> str:
     raise UserError(f"{where}: no split {wanted!r}: name one of {', '.join(splits)} as hf:NAME:SPLIT")
 
 
-def _columns(arrow: Any, file: Any, path: Path, fields: Sequence[str], strings: bool) -> Iterator[list[Any]]:
+def _columns(arrow: Any, file: Any, path: Path, reading: Reading) -> Iterator[list[Any]]:
     """The pieces of the columns, one after the other."""
     if path.suffix.lower() == ".parquet":
         table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
-        _check(arrow, table.schema_arrow, path, fields, strings)
-        batches = table.iter_batches(_ROWS, columns=list(fields))
+        _check(arrow, table.schema_arrow, path, reading)
+        batches = table.iter_batches(_ROWS, columns=list(reading.fields))
     else:
         stream = arrow.ipc.open_stream(file)
-        _check(arrow, stream.schema, path, fields, strings)
+        _check(arrow, stream.schema, path, reading)
         batches = (batch.slice(first, _ROWS) for batch in stream for first in range(0, len(batch), _ROWS))
     for batch in batches:
-        yield [batch.column(field) for field in fields]
+        yield [batch.column(field) for field in reading.fields]
 
 
-def _check(arrow: Any, schema: Any, path: Path, fields: Sequence[str], strings: bool) -> None:
-    for field in fields:
+def _check(arrow: Any, schema: Any, path: Path, reading: Reading) -> None:
+    for field in reading.fields:
         if schema.names.count(field) != 1:
-            columns, what = few(schema.names), "the text" if len(fields) == 1 else "prompt and answer"
             raise UserError(
-                f"{path}: no column {field!r}; its columns are {columns}: name the one with {what}"
+                f"{path}: no column {field!r}; its columns are {few(schema.names)}: name the one with "
+                f"{reading.what}"
             )
         kind, types = schema.field(field).type, arrow.types
         if types.is_dictionary(kind):
             kind = kind.value_type
         is_string = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        if strings and not is_string:
+        if reading.strings and not is_string:
             raise UserError(f"{path}: column {field!r} holds {kind}, not strings: name another")
 
 
