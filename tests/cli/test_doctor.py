@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -218,12 +219,21 @@ def test_memory_port_and_versions() -> None:
     assert doctor.software("2.10.1").status == "warn"
 
 
-def test_a_whole_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an interface that does not exist: told, and the collectives are tried all the same."""
+def test_a_whole_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With an interface that does not exist: told, and the collectives are tried all the same.
+
+    In a folder for temporary files whose name is longer than that of a socket may be.
+    """
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     assert main(["doctor", "--ranks", "2", "--json"]) == 0
+    assert not list(folder.iterdir())
     content = json.loads(capsys.readouterr().out)
     by_status: dict[str, list[str]] = {}
     for finding in content["findings"]:

@@ -171,13 +171,18 @@ def test_blocks_with_adapters_are_all_compiled(anew: None) -> None:
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
-def test_without_a_compiler(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("no working C++ compiler\nand a long story"), r"no working C.. compiler; on a CPU .*"),
+        (OSError(28, "No space left"), r".* No space left; set TORCHINDUCTOR_CACHE_DIR to a folder .*"),
+    ],
+)
+def test_without_a_compiler(error: OSError, told: str, anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(graph: Any, inputs: Any) -> Any:
-        raise OSError("no working C++ compiler\nand a long story")
+        raise error
 
     monkeypatch.setattr(compiling, "compile_blocks", functools.partial(imece.compile_blocks, backend=none))
-    with pytest.raises(
-        UserError, match=r"compile: no working C.. compiler; .* or leave that option out"
-    ) as said:
+    with pytest.raises(UserError, match=rf"compile: {told}, or leave that option out$") as said:
         compiling.compile_now(made(), PLAN, Precision("fp32", "cpu"), CPU)
     assert "\n" not in str(said.value)

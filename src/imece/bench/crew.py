@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -63,7 +64,8 @@ class Crew:
         self.pids: list[int] = []  # of the ranks, in order
         self._folder = Path(tempfile.mkdtemp(prefix="imece-crew-"))
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._folder / "orders"))
+        with _short(str(self._folder / "orders")) as address:
+            self._listener.bind(address)
         self._listener.listen(size)
         self._log = (self._folder / "log").open("wb")
         self._children: list[subprocess.Popen[bytes]] = []
@@ -238,7 +240,8 @@ def serve(make: Callable[[], Any]) -> None:
     rank = make()
     number = int(os.environ[_RANK]) if _RANK in os.environ else rank.rank
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[_SOCKET])
+        with _short(os.environ[_SOCKET]) as address:
+            connection.connect(address)
         connection.sendall(json.dumps({"rank": number, "pid": os.getpid()}).encode() + b"\n")
         with connection.makefile("rb") as orders:
             while line := orders.readline(_LINE_BYTES):
@@ -254,6 +257,16 @@ def serve(make: Callable[[], Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@contextmanager
+def _short(path: str) -> Iterator[str]:
+    """`path` as the address of a socket: that has at most 108 bytes, and TMPDIR may have more."""
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
 
 
 def _one_thread() -> dict[str, str]:

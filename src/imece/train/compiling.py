@@ -18,6 +18,7 @@ from imece.errors import UserError
 from imece.models.transformer import Block, Transformer, rotation_at
 from imece.train.batch import BatchPlan
 from imece.train.precision import Precision
+from imece.writing import NO_SPACE, NOT_ALLOWED
 
 
 def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, device: torch.device) -> float:
@@ -26,7 +27,7 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, devic
     Runs one block of each kind, for all blocks that share its code. It gets memory of its own, because the
     model may have none yet.
 
-    UserError if there is no compiler.
+    UserError if there is no compiler, or nowhere to write what it makes.
     """
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second: other runs need not pay it
 
@@ -41,11 +42,12 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, devic
             if not model.embed.weight.requires_grad:  # then the first block's input needs no gradient
                 _run_a_block(model, blocks[0], plan, precision, device, wants_gradient=False)
     except BackendCompilerFailed as error:
-        why = str(error.inner_exception).partition("\n")[0]
-        raise UserError(
-            f"--compute.compile: {why}; on a CPU torch wants a C++ compiler, such as g++, on a GPU triton: "
-            "install it, or leave that option out"
-        ) from None
+        inner = error.inner_exception
+        mend = "on a CPU torch wants a C++ compiler, such as g++, on a GPU triton: install it"
+        if isinstance(inner, OSError) and inner.errno in (*NO_SPACE, *NOT_ALLOWED):
+            mend = "set TORCHINDUCTOR_CACHE_DIR to a folder that has room and can be written"
+        why = str(inner).partition("\n")[0]
+        raise UserError(f"--compute.compile: {why}; {mend}, or leave that option out") from None
     torch.compiler.set_stance("eager_on_recompile")
     return time.perf_counter() - began
 
