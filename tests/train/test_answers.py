@@ -76,9 +76,9 @@ def runs(name: str) -> float:
         ("alone", ["--ranks=1", "--batch.micro=3", "--steps=4"]),
         ("halves", ["--ranks=1", "--batch.micro=3", "--steps=2"]),
         ("halves", ["--ranks=1", "--batch.micro=3", "--steps=4"]),
-        ("three", ["--ranks=3", "--batch.micro=4", "--steps=4"]),
-        ("context", ["--ranks=2", "--mesh.context=2", "--batch.micro=1", "--steps=4"]),
-        ("pipeline", ["--ranks=4", "--mesh.pipeline=2", "--batch.micro=1", "--steps=4"]),
+        ("three", ["--ranks=3", "--batch.micro=4", "--steps=2"]),
+        ("context", ["--ranks=2", "--mesh.context=2", "--batch.micro=1", "--steps=2"]),
+        ("pipeline", ["--ranks=2", "--mesh.pipeline=2", "--batch.micro=3", "--steps=2"]),
     ):
         outcome = train(words(folder, run, *more), folder)
         assert outcome.status == 0, (run, outcome)
@@ -93,7 +93,8 @@ def test_any_ranks_train_like_one_process(tmp_path: Path) -> None:
     assert abs(alone[0] - whole) < NEAR * whole
     assert curve(tmp_path / "halves") == alone
     for run in ("three", "context", "pipeline"):
-        apart = np.abs(np.subtract(curve(tmp_path / run), alone) / alone).max()
+        found = np.array(curve(tmp_path / run))
+        apart = np.abs(found / alone[: len(found)] - 1).max()
         assert apart < 5 * NEAR, (run, apart)
 
 
