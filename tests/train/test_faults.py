@@ -22,9 +22,9 @@ from imece.checkpoint.save import Checkpoints
 from imece.data.batches import Batches
 from imece.data.tokenizer import train_bpe
 from imece.data.tokens import open_tokens
-from imece.models.cross_entropy import cross_entropy
 from imece.observe.metrics import read_metrics
 from imece.plan.check import read_plan
+from imece.train.evaluate import mean_nats
 from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder
 from imece.train.step import Step
@@ -221,10 +221,10 @@ def poison() -> None:
     def spoilt(*args: Any) -> torch.Tensor:
         now["number"] += 1
         bad = now["step"] in POISON["steps"] and now["number"] == 2  # type: ignore[operator]
-        return cross_entropy(*args) * (math.nan if bad and os.environ["RANK"] == str(POISON["rank"]) else 1.0)
+        return mean_nats(*args) * (math.nan if bad and os.environ["RANK"] == str(POISON["rank"]) else 1.0)
 
     Step.run, Step.blame = noting(run), noting(blame)  # type: ignore[method-assign]
-    mock.patch("imece.train.passes.cross_entropy", spoilt).start()
+    mock.patch("imece.train.passes.mean_nats", spoilt).start()
 
 
 def not_finite(folder: str) -> None:
