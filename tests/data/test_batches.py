@@ -128,6 +128,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(one: Batches, step: int) 
     sequences = one.sequences(step)
     assert sequences.shape == (one.global_batch, one.seq + 1)
     assert sequences.dtype == np.int64
+    assert one.learned(step) == sequences[:, 1:].size, "each target of a text counts"
     for world_size in (1, 2, 3, 4, 5):
         # Each rank is a process of its own, which has seen no other step and no other rank.
         each = [afresh(one).for_rank(step, rank, world_size) for rank in range(world_size)]

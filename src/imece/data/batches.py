@@ -53,6 +53,9 @@ class Windows(Protocol):
     def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
         """The tokens of windows, [windows, seq + 1], and which of them count as targets; None: all."""
 
+    def learned(self, windows: Sequence[int]) -> int:
+        """The targets of windows that count."""
+
 
 class Batches:
     """The sequences of each step and rank: a function of part, seq, global_batch, seed and step only.
@@ -110,10 +113,7 @@ class Batches:
 
     def learned(self, step: int) -> int:
         """The targets of the global batch that count."""
-        if self.whole is None:
-            return self.global_batch * self.seq
-        numbers = self._numbers(step, 0, self.global_batch)
-        return self.whole.learned([number % len(self.whole) for number in numbers])
+        return self._windows.learned(self._numbers(step, 0, self.global_batch))
 
     def names(self, step: int, first: int = 0, last: int | None = None) -> list[int]:
         """The documents with a target in rows [first, last) of a step: indices into the part."""
@@ -152,6 +152,9 @@ class _Records:
     def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
         return self._whole.read([window % len(self._whole) for window in windows])
 
+    def learned(self, windows: Sequence[int]) -> int:
+        return self._whole.learned([window % len(self._whole) for window in windows])
+
 
 class _Stream:
     """Text: one document after the other, whose windows are cut where they end."""
@@ -170,6 +173,9 @@ class _Stream:
         for row, window in zip(rows, windows, strict=True):
             self._read(row, window * self._seq)
         return rows, None
+
+    def learned(self, windows: Sequence[int]) -> int:
+        return len(windows) * self._seq
 
     def _read(self, row: Tokens, begin: int) -> None:
         """Fill the row with the stream's tokens from `begin` - 1 on."""

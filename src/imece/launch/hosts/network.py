@@ -1,9 +1,11 @@
 """The links of one agent to those of the other hosts, in a thread of their own; what happens becomes events.
 
-with Network(token, 0, "imece", {}, silent_s=10.0) as network:
-    port = network.listen("10.0.0.1", 29400)
-    ...                                        # wait until network.wake is readable
-    for event in network.events(): ...
+    with Network(token, 0, "imece", {}, silent_s=10.0) as network:
+        port = network.listen("10.0.0.1", 29400)
+        ...                                        # wait until network.wake is readable
+        for event in network.events(): ...
+
+A link ends when its peer closes it, sends something that is no message, or is silent for too long.
 """
 
 from __future__ import annotations
