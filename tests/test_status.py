@@ -20,7 +20,7 @@ def test_a_forked_copy_does_not_speak_for_the_rank(tmp_path: Path, monkeypatch: 
     shown = tmp_path / "shown"
     monkeypatch.setattr(sys, "excepthook", lambda *error: shown.write_text(repr(error[1])))
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    stop = tell_failures(store, 3)
+    stop = tell_failures(lambda: store, 3)
     try:
         if (pid := os.fork()) == 0:
             try:
@@ -44,7 +44,7 @@ def test_whom_another_took_along_shows_the_program_alone(
     shown: list[str] = []
     printed = lambda *error: shown.extend(traceback.format_exception(*error))  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", printed)
-    stop = tell_failures(dist.FileStore(str(tmp_path / "store"), 1), 3)
+    stop = tell_failures(lambda: dist.FileStore(str(tmp_path / "store"), 1), 3)
 
     class Waiting(torch.autograd.Function):
         @staticmethod

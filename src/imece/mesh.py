@@ -28,8 +28,8 @@ from imece.device import Backends, adopted_backends, check_backend, choose_backe
 from imece.errors import UserError
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
 from imece.opening import opened
-from imece.store import connect, launchers_store, of_this_start
-from imece.world import BACKEND, World, read_world
+from imece.store import connect, launchers_store, of_this_start, reach_launchers_store
+from imece.world import BACKEND, MEMBER, World, read_world
 
 LANES = 2
 """How many calls over hosts can be under way at a time: each has a group inside the hosts for itself."""
@@ -94,9 +94,10 @@ class Mesh:
         self._closed = False
         self._pid = os.getpid()
         self._take(world, backends, hosts, sizes, store)
-        self._launchers = launchers_store(world, store, min(timeout, timedelta(seconds=MEETING_S)))
-        status.tell_running(self._launchers, world.known_as)
-        self._stop_telling = status.tell_failures(self._launchers, world.known_as)
+        launchers = launchers_store(world, store, min(timeout, timedelta(seconds=MEETING_S)))
+        self._launchers = launchers
+        status.tell_running(launchers, world.known_as)
+        self._stop_telling = status.tell_failures(lambda: launchers, world.known_as)
 
     def _take(
         self,
@@ -353,12 +354,29 @@ def init(
     UserError if the world is not the one asked for, if ranks ask for different things, or if multiprocessing
     imports the script again, which would open the world a second time.
     """
-    global _open, _opened_with, _openings
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "imece.init() in a helper of this rank, which imports the script before it begins, as workers of "
             'a DataLoader do from Python 3.14 on: put what the script does under `if __name__ == "__main__":`'
         )
+    try:
+        return _open_or_same(axes, ranks, backend, device, timeout)
+    except Exception:
+        member = os.environ.get(MEMBER, "")
+        if _open is None and member.isdecimal():  # no mesh would report it, if it ends this process
+            status.tell_failures(reach_launchers_store, int(member))
+        raise
+
+
+def _open_or_same(
+    axes: Mapping[str, int] | None,
+    ranks: int | None,
+    backend: str | None,
+    device: str | torch.device | None,
+    timeout: timedelta,
+) -> Mesh:
+    """`init`'s mesh: the one that is open, or a new one."""
+    global _open, _opened_with, _openings
     if _open is not None and _open._destroyed:
         _open.close()
     adopted = dist.is_initialized() if _open is None else not _open._owns_world

@@ -75,9 +75,10 @@ def tell_closed(store: dist.Store, member: int) -> None:
     store.set(_key(member, "state"), "closed")
 
 
-def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
+def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], None]:
     """If an exception ends this process, report it before the usual traceback is printed.
 
+    store: asked for then; it may raise OSError, RuntimeError or ValueError.
     If the error only says that another rank is gone, the traceback leaves out the frames of imece and torch:
     those of many ranks would bury the one that gives the cause.
     Returns a function that ends the reporting. In a forked copy of the process nothing is reported.
@@ -88,8 +89,9 @@ def tell_failures(store: dist.Store, member: int) -> Callable[[], None]:
         failure = describe(error)
         try:
             if os.getpid() == pid:
-                store.set(_key(member, "failure"), json.dumps(asdict(failure)))
-        except RuntimeError as gone:  # the launcher ended first; the traceback is all there is
+                store().set(_key(member, "failure"), json.dumps(asdict(failure)))
+        except (OSError, RuntimeError, ValueError) as gone:  # the launcher ended first, or is not where
+            # the environment says; the traceback is all there is
             print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
         if failure.because_of_peer:
             trace = error.__traceback__ = _of_the_program(trace)

@@ -21,7 +21,7 @@ import psutil
 
 from imece.errors import UserError
 from imece.open_files import allow_open_files
-from imece.world import LOOPBACK, World, derived_port
+from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
 
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
     import torch.distributed as dist
@@ -30,6 +30,7 @@ MESSAGE_LIMIT_BYTES = 16_384
 NO_MORE = "no more processes or threads may be started here: raise the limit (ulimit -u, docker --pids-limit)"
 """What to say after EAGAIN, whose own words are "Resource temporarily unavailable"."""
 _POLL_S = 0.02
+_REACH_S = 5.0
 _MPI_PARENTS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
 
 
@@ -137,6 +138,14 @@ def launchers_store(world: World, meeting: dist.Store, timeout: timedelta) -> di
     if world.joining and world.master_addr is not None and world.master_port is not None:
         return client(world.master_addr, world.master_port, timeout)
     return root_store(meeting)
+
+
+def reach_launchers_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
+    """The same for a member whose ranks have not met. OSError, RuntimeError or ValueError if it is not where
+    the environment says."""
+    port = int(environ.get(AGENT_PORT) or environ.get("MASTER_PORT", ""))
+    socket.create_connection((LOOPBACK, port), _REACH_S).close()  # or torch would print pages of C++ frames
+    return client(LOOPBACK, port, timedelta(seconds=_REACH_S))
 
 
 def of_this_start(
