@@ -94,7 +94,7 @@ def test_other_text(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (content["documents"], content["bytes"], content["tokens"]) == (1, 250, 251)
     own = open_tokens(trained_run / "tokens")
     assert content["baselines"]["uniform"]["nats_per_token"] == pytest.approx(math.log(own.vocab_size))
-    content = found(capsys, str(trained_run), "--data", str(tmp_path / "b.jsonl"), "--field", "body")
+    content = found(capsys, str(trained_run), "--data", str(tmp_path / "b.jsonl"), "--data.field", "body")
     assert (content["documents"], content["tokens"]) == (2, 8)
     assert sorted(os.listdir(trained_run)) == before
 
@@ -200,7 +200,10 @@ def test_the_tokens_of_another_run(
         (["--data", "/nowhere.txt"], "/nowhere.txt: no such file"),
         (["--data", "--json"], "--data is empty: give it a name, or leave it out"),
         (["--data"], "--data is empty: give it a name, or leave it out"),
-        (["--field", ""], "--field"),
+        (["--data", __file__, "--data.field", ""], "--data.field is ''"),
+        (["--data.format", "chat"], "say how --data is read: name text with --data"),
+        (["--model.max-seq", "0"], "--model.max-seq 0: at least 1"),
+        (["--model.max-seq", "65"], "has 64 positions: at most 64"),
         (["--wich", "best"], "did you mean --which?"),
     ],
 )

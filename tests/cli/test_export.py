@@ -230,6 +230,9 @@ def test_where_it_does_not_write(
     monkeypatch.chdir(tmp_path / "here")
     assert "is the current folder" in refused(capsys, str(trained_run), ".")
     assert "is no run folder" in refused(capsys, str(tmp_path), str(tmp_path / "out"))
+    (tmp_path / "config.json").write_text("{}")
+    said = refused(capsys, str(tmp_path), str(tmp_path / "out"))
+    assert said.endswith("is no run, but a model in Hugging Face's format already: nothing to export\n")
     assert file.read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == ["folder", "here"]
 

@@ -152,6 +152,23 @@ def test_where_the_template_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (STRICT, {"</s>"}),
+        (CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<think>' }}"), {"</s>", "<|im_end|>"}),
+        (CHATML.replace("<|im_end|>", ""), {"</s>"}),
+        ("{{ messages[0].content }}", {"</s>"}),
+    ],
+)
+def test_a_template_that_nothing_could_be_learned_by_can_be_asked(
+    tmp_path: Path, template: str, ends: set[str]
+) -> None:
+    chats = chats_of(tmp_path, template)
+    assert {chats.tokenizer.decode([token]) for token in chats.ends()} == ends
+    assert chats.question("one?")
+
+
+@pytest.mark.parametrize(
     ("messages", "said"),
     [
         ("hello", "a.jsonl:2: field 'messages' holds a str, not a list of messages"),
@@ -179,7 +196,7 @@ def test_a_record_of_another_kind(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", lines(TALK) + '{"prompt": "a", "completion": "b"}')
     message = mistake(list, documents([file], chats))
     assert message.endswith(
-        "a.jsonl:2: no field 'messages'; its fields are 'prompt', 'completion': name the one with messages"
+        "a.jsonl:2: no field 'messages'; its fields are 'prompt', 'completion': take --data.format answers"
     )
 
 

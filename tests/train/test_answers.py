@@ -150,5 +150,38 @@ def test_a_run_that_learns_chats(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["eval", run, "--data", str(tmp_path / "chats.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["documents"] == 60 and found["bytes"] == 60 * len("village 1")
-    assert main(["export", run, str(tmp_path / "out")]) == 0
+    out = str(tmp_path / "out")
+    assert main(["export", run, out]) == 0
     assert (tmp_path / "out/chat_template.jinja").read_text() == TEMPLATE
+    capsys.readouterr()
+    assert main(["sample", out, "--prompt", "say 3", "--tokens", "2", "--temperature", "0"]) == 0
+    again = capsys.readouterr()
+    assert again.out == asked and "--raw: the prompt is the beginning of a text" in again.err
+    assert main(["sample", out]) == 2
+    assert "say it with --prompt, or take --raw" in capsys.readouterr().err
+    chats = ["--data", str(tmp_path / "chats.jsonl")]
+    assert main(["eval", out, *chats, "--data.format", "chat", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["tokens"], read["model"]) == (found["tokens"], pytest.approx(found["model"], rel=0.02))
+    assert main(["eval", out, *chats]) == 2
+    assert "its fields are 'messages': take --data.format chat" in capsys.readouterr().err
+
+
+def test_records_longer_than_a_sequence_are_said_to_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "model")
+    data = ["--data", str(write_records(tmp_path / "answers.jsonl")), "--data.format=answers", "--json"]
+    documents = []
+    for length, said in (
+        (
+            ["--model.max-seq=20"],
+            " of 60 records are left out, with more than 21 tokens: --model.max-seq 25 takes all",
+        ),
+        ([], ""),
+    ):
+        assert main(["eval", str(tmp_path / "model"), *data, *length]) == 0
+        out, err = capsys.readouterr()
+        assert said in err and bool(said) == bool(err)
+        documents.append(json.loads(out)["tokens"])
+    assert documents[0] < documents[1]

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,14 +23,17 @@ from imece.cli.options import check_named, parse
 from imece.cli.trained import best_device, say
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
-from imece.data.prepare import reading_of
+from imece.data.prepare import TextSource, reading_of
+from imece.data.records import Format
 from imece.data.sources import sources
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
+from imece.data.whole_windows import WholeWindows
 from imece.errors import UserError
 from imece.listing import many
+from imece.models.shape import TransformerConfig
 from imece.observe.units import megabytes, si
-from imece.train.config import Dtype, TrainConfig, defaults
+from imece.train.config import Dtype, TrainConfig, also, defaults
 from imece.train.evaluate import evaluate, summed
 from imece.train.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of
 from imece.train.precision import Precision, choose_precision
@@ -47,48 +50,75 @@ _MOST_NATS = 700.0  # nats per token; above this the perplexity overflows
 
 
 @dataclass(frozen=True)
+class EvalModel:
+    """How the model reads it."""
+
+    max_seq: int | None = None
+    """Tokens of a sequence, at most the model's context. Default: as in training."""
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """What it reads."""
+
+    paths: Annotated[tuple[str, ...], also("--data")] = ()
+    """Files, folders or globs, as for imece train. Default: the text that the run held out; a folder that is
+    no run has none."""
+    format: Format | None = None
+    """text; or records of which only answers count: answers (a prompt and its answer) or chat (messages).
+    Default: as in the run; text of a folder that is no run."""
+    field: str | None = None
+    """The field of a .jsonl or .parquet record that has the text. Default: as in the run, or the usual one of
+    --data.format: text; prompt,completion; messages."""
+
+    def source(self, own: TextSource) -> TextSource:
+        """own: the run's. ValueError, whose message begins with the field's name."""
+        format = self.format or own.format
+        fields = own.fields if format == own.format else None
+        return replace(own, format=format, field=self.field if self.field is not None else fields)
+
+
+@dataclass(frozen=True)
 class EvalOptions:
     """Options of `imece eval`."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder, or a folder with a model in Hugging Face's format."""
-    data: tuple[str, ...] = ()
-    """Files, folders or globs, as for imece train. Default: the text that the run held out; a folder that is
-    no run has none."""
-    field: str | None = None
-    """The field of a .jsonl or .parquet record that has the text; prompt,completion of a run of answers.
-    Default: as in the run."""
     which: Which = "best"
     """Which checkpoint of a run: best (by validation loss), last, or the number of a step."""
     json: bool = False
     """Print JSON instead of a table."""
+    data: EvalData = field(default_factory=EvalData)
+    model: EvalModel = field(default_factory=EvalModel)
 
     def __post_init__(self) -> None:
         check_which(self.which)
-        if self.field == "":
-            raise ValueError("--field is empty: name the field with the text, or leave it out")
+        if self.model.max_seq is not None and self.model.max_seq < 1:
+            raise ValueError(f"--model.max-seq {self.model.max_seq}: at least 1")
+        if not self.data.paths and (self.data.format is not None or self.data.field is not None):
+            raise ValueError("--data.format and --data.field say how --data is read: name text with --data")
 
 
 def run(argv: Sequence[str]) -> int:
     """`imece eval ARGV`: exit status 0."""
-    check_named(argv, ("--data",))
+    check_named(argv, ("--data", "--data.paths"))
     options = parse(EvalOptions, argv, PROG, DESCRIPTION)
     weights, device = open_weights(options.run, options.which), best_device()
     saved = weights.saved
-    if saved is None and not options.data:
+    if saved is None and not options.data.paths:
         raise UserError(f"{options.run} is no run, which would have text of its own: name text with --data")
     config = weights.home.config() if saved is not None else defaults(options.run, 0)
     tokenizer, model = tokenizer_of(weights), model_of(weights, device)
     with _data(options, weights, config, tokenizer) as (part, others):
         precision = _precision(config.compute.dtype, device)
-        seq = sequence_length(config, model.config)
+        seq = _sequence_length(options, config, model.config, part)
         with _read(part, partial(summed, model, precision)) as each:
             nats, tokens = evaluate(model, part, seq, _SEQUENCES, precision, nats=each)
         found: dict[str, Any] = {
             "run": options.run,
             "step": saved.step if saved is not None else None,
             "precision": precision.name,
-            "data": list(options.data) or "held out",
+            "data": list(options.data.paths) or "held out",
             "documents": part.documents,
             "bytes": part.text_bytes,
             "tokens": tokens,
@@ -125,6 +155,22 @@ def _precision(asked: Dtype, device: torch.device) -> Precision:
     return choose_precision(asked, device)
 
 
+def _sequence_length(options: EvalOptions, config: TrainConfig, shape: TransformerConfig, part: Part) -> int:
+    """Tokens of a sequence. Says how many records are longer. UserError if the model has fewer positions."""
+    seq = options.model.max_seq or sequence_length(config, shape)
+    if seq > shape.max_seq:
+        raise UserError(
+            f"--model.max-seq {seq}: the model of {options.run} has {shape.max_seq} positions: at most "
+            f"{shape.max_seq}"
+        )
+    if part.learned is not None and (whole := WholeWindows(part, seq)).left_out:
+        say(
+            f"{whole.left_out:,} of {part.documents:,} records are left out, with more than {seq + 1:,} "
+            f"tokens: --model.max-seq {whole.longest - 1} takes all"
+        )
+    return seq
+
+
 @contextlib.contextmanager
 def _read(
     part: Part, nats: Callable[[Tensor, Tensor], Tensor]
@@ -149,21 +195,20 @@ def _data(
 ) -> Iterator[tuple[Part, TokenFiles | None]]:
     """Yields what to read, and the run's own tokens: None if there is no run or they are gone, which is
     allowed with --data."""
-    own = _own_tokens(weights, config, tokenizer, needed=not options.data)
-    if not options.data:
+    own = _own_tokens(weights, config, tokenizer, needed=not options.data.paths)
+    if not options.data.paths:
         assert own is not None
         if not len(own.validation.tokens):
             raise UserError(f"{weights.home.path} held out no document: name text with --data")
         yield own.validation, own
         return
-    source, run_folders = config.data.source(), list[Path]()
-    if options.field is not None:
-        try:
-            source = replace(source, field=options.field)
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
+    run_folders = list[Path]()
+    try:
+        source = options.data.source(config.data.source())
+    except ValueError as error:
+        raise UserError(f"--data.{error}") from None
     reading = reading_of(source, weights.home.tokenizer_file)
-    files = sources(options.data, reading, run_folders)
+    files = sources(options.data.paths, reading, run_folders)
     if run_folders:
         say(f"{many(len(run_folders), 'run folder')} left out")
     try:

@@ -78,6 +78,10 @@ def run(argv: Sequence[str]) -> int:
     """`imece export ARGV`: exit status 0 when the whole folder is there."""
     options = parse(ExportOptions, argv, PROG, DESCRIPTION)
     folder, which = find_run(options.run, options.which)
+    if not folder.config_file.exists() and (folder.path / CONFIG).exists():
+        raise UserError(
+            f"{options.run} is no run, but a model in Hugging Face's format already: nothing to export"
+        )
     config = folder.config()
     most_bytes = read_bytes(options.max_shard)
     target = free_folder(options.folder)

@@ -14,7 +14,8 @@ import tyro
 
 from imece.cli.options import parse
 from imece.cli.trained import best_device, say
-from imece.data.chats import Chats
+from imece.data.chats import Chats, find_template
+from imece.data.prepare import TextSource
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
@@ -39,9 +40,9 @@ class SampleOptions:
     """The run folder, or a folder with a model in Hugging Face's format."""
     prompt: str = ""
     """The beginning of the text; -: read it from standard input. Empty: begin a new document. For a run that
-    learned from chats: what a user says, and the model answers."""
+    learned from chats, and a folder with a chat template: what a user says, and the model answers."""
     raw: bool = False
-    """Of a run that learned from chats: the prompt is the beginning of a text all the same."""
+    """The prompt is the beginning of a text also for a model that chats."""
     tokens: int = 200
     """Most tokens to write. Beyond its context the model goes on from the last half of the context."""
     temperature: float = 0.6
@@ -115,15 +116,22 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _chats(weights: Weights, options: SampleOptions) -> Chats | None:
-    """How a prompt becomes a user's message, if a run learned from chats. UserError without a prompt."""
-    if weights.saved is None or options.raw:
+    """How a prompt becomes a user's message, if a run learned from chats, or lies in a folder with a chat
+    template. UserError without a prompt."""
+    if options.raw:
         return None
-    source = weights.home.config().data.source()
+    tokenizer_file, source = weights.home.tokenizer_file, TextSource(format="chat")
+    if weights.saved is not None:
+        source = weights.home.config().data.source()
+    elif find_template(tokenizer_file.parent) is None:
+        return None
     if source.format != "chat":
         return None
     if not options.prompt:
         raise UserError(f"{options.run} answers what a user says: say it with --prompt, or take --raw")
-    return Chats.of(source.fields, weights.home.tokenizer_file)
+    if weights.saved is None:  # which may have a template and never have learned by it
+        say("the chat template asks what a user says; --raw: the prompt is the beginning of a text")
+    return Chats.of(source.fields, tokenizer_file)
 
 
 class Text:

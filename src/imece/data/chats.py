@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import numpy as np
 from jinja2.ext import Extension
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -74,6 +73,16 @@ class ChatTemplate:
 
 def open_template(folder: Path) -> ChatTemplate:
     """The chat template of the tokenizer in this folder. UserError if it has none."""
+    if (found := find_template(folder)) is None:
+        raise UserError(
+            f"{folder}: its tokenizer has no chat template, which writes messages as text: put a {TEMPLATE} "
+            "beside it, such as that of the model's chat version"
+        )
+    return found
+
+
+def find_template(folder: Path) -> ChatTemplate | None:
+    """The same, or None. UserError if it cannot be read."""
     said, path = _json_object(folder / CONFIG), folder / TEMPLATE
     source: object
     try:
@@ -86,10 +95,7 @@ def open_template(folder: Path) -> ChatTemplate:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
     if not isinstance(source, str):
-        raise UserError(
-            f"{folder}: its tokenizer has no chat template, which writes messages as text: put a {TEMPLATE} "
-            "beside it, such as that of the model's chat version"
-        )
+        return None
     every = _json_object(folder / "special_tokens_map.json") | said
     tokens = ((name, each.get("content") if isinstance(each, dict) else each) for name, each in every.items())
     known = {name: each for name, each in tokens if name in _TOKENS and isinstance(each, str)}
@@ -103,7 +109,7 @@ class Chats(Reading):
     field: str
     template: ChatTemplate
     tokenizer: Tokenizer
-    strings, what = False, "messages"
+    format, strings, what = "chat", False, "messages"
 
     @classmethod
     def of(cls, field: str, tokenizer_path: Path) -> Chats:
@@ -150,15 +156,17 @@ class Chats(Reading):
         return [int(token) for token in ids]
 
     def ends(self) -> set[int]:
-        """The tokens that end an answer."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        document = self.document("", "the prompt", [messages])
-        assert document is not None
-        (encoded,) = self.encode(self.tokenizer, [document])
-        assert encoded.learned is not None
-        last = int(encoded.ids[np.flatnonzero(encoded.learned)[-1]])
-        own = self.tokenizer.decode([last]).strip() in self.tokenizer.added
-        return {self.tokenizer.end, last} if own else {self.tokenizer.end}
+        """The tokens that end an answer: the tokenizer's end, and its own ones that the template writes
+        behind an answer."""
+        answer = "forty-two"
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        text = _unmarked(self.template.write(messages, "an answer"))
+        _, written, behind = text.rpartition(answer)
+        ((ids, _),) = self.tokenizer.encode_with_spans([behind if written else ""], special=True)
+        own = {
+            token for token in ids.tolist() if self.tokenizer.decode([token]).strip() in self.tokenizer.added
+        }
+        return {self.tokenizer.end} | own
 
     def _messages(self, value: object, where: str) -> list[Message]:
         """The messages of a record; null counts as none, and null in a message as absent."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from imece.data import tables
-from imece.data.records import RECORD_SUFFIXES, TEXT, Document, Reading
+from imece.data.records import RECORD_SUFFIXES, TEXT, Document, Reading, take_instead
 from imece.errors import UserError
 
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
@@ -227,8 +227,8 @@ def _values(line: str, where: str, reading: Reading) -> list[object]:
     for field in reading.fields:
         if field not in record:
             raise UserError(
-                f"{where}: no field {field!r}; its fields are {tables.few(record)}: name the one with "
-                f"{reading.what}"
+                f"{where}: no field {field!r}; its fields are {tables.few(record)}: "
+                f"{take_instead(reading, record)}"
             )
     return [record[field] for field in reading.fields]
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from imece.data.build import build
 from imece.data.chats import Chats
 from imece.data.corpus import total_bytes
 from imece.data.files import locked, other_place
-from imece.data.records import Answers, Reading, Texts
+from imece.data.records import FIELDS, Answers, Format, Reading, Texts
 from imece.data.sources import GoneError, sources
 from imece.data.tokenizer import (
     LARGEST_VOCAB,
@@ -26,10 +25,6 @@ from imece.data.tokenizer import (
 from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.listing import many
-
-Format = Literal["text", "answers", "chat"]
-# The usual ones.
-FIELDS: dict[Format, str] = {"text": "text", "answers": "prompt,completion", "chat": "messages"}
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes of text done, bytes of all files)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from imece.errors import UserError
 if TYPE_CHECKING:  # it learns from documents, and so imports this module
     from imece.data.tokenizer import Ids, Spans, Tokenizer
 
+Format = Literal["text", "answers", "chat"]
+# The usual ones.
+FIELDS: dict[Format, str] = {"text": "text", "answers": "prompt,completion", "chat": "messages"}
 RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")  # of files that hold records
 
 Span = tuple[int, int]  # characters [first, stop)
@@ -46,6 +49,7 @@ class Encoded(NamedTuple):
 class Reading(ABC):
     """How documents are made of records."""
 
+    format: Format
     fields: tuple[str, ...]  # that each record has
     whole: bool = True  # a record is not cut: its answers would lose their prompt
     strings: bool = True  # the fields hold strings
@@ -73,7 +77,7 @@ class Texts(Reading):
     """The text in one field. Files without records are texts too."""
 
     field: str
-    whole, what = False, "the text"
+    format, whole, what = "text", False, "the text"
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -102,7 +106,7 @@ class Answers(Reading):
 
     prompt: str
     answer: str
-    what = "prompt and answer"
+    format, what = "answers", "prompt and answer"
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -144,6 +148,15 @@ def learned_tokens(spans: Spans, document: Document) -> Learned:
     for begin, end in document.answers or ():
         learned |= (first < end) & (stop > begin)
     return learned
+
+
+def take_instead(reading: Reading, there: Collection[str]) -> str:
+    """What to do about a record whose fields are not those of the reading: the format that they are usual
+    for, or other names."""
+    for format, fields in FIELDS.items():
+        if format != reading.format and {*fields.split(",")} <= {*there}:
+            return f"take --data.format {format}"
+    return f"name the one with {reading.what} with --data.field"
 
 
 def string(value: object, field: str, where: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from imece.data.records import Reading
+from imece.data.records import Reading, take_instead
 from imece.errors import UserError
 from imece.listing import some
 
@@ -116,8 +116,8 @@ def _check(arrow: Any, schema: Any, path: Path, reading: Reading) -> None:
     for field in reading.fields:
         if schema.names.count(field) != 1:
             raise UserError(
-                f"{path}: no column {field!r}; its columns are {few(schema.names)}: name the one with "
-                f"{reading.what}"
+                f"{path}: no column {field!r}; its columns are {few(schema.names)}: "
+                f"{take_instead(reading, schema.names)}"
             )
         kind, types = schema.field(field).type, arrow.types
         if types.is_dictionary(kind):

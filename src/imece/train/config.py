@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from imece.data.prepare import Format, TextSource
+from imece.data.prepare import TextSource
+from imece.data.records import Format
 from imece.data.sources import absolute_name
 from imece.errors import UserError
 from imece.models.presets import preset
@@ -50,7 +51,8 @@ _MOST_PARTS = 100_000
 """Most parts in which drift is compared, one per step: all of them are listed in memory."""
 
 
-def _also(*names: str) -> Any:
+def also(*names: str) -> Any:
+    """Other names of an option."""
     return tyro.conf.arg(aliases=list(names))
 
 
@@ -70,9 +72,9 @@ def _least(name: str, value: float, least: float, unit: str = "", most: float | 
 class ModelSection:
     """The model: a preset, and what differs from it; or a folder with a model."""
 
-    preset: Annotated[str, _also("--model")] = "small"
+    preset: Annotated[str, also("--model")] = "small"
     """tiny, small, medium, 1.3b, llama-8b, llama-70b or llama-405b; empty only with --from."""
-    weights: Annotated[str, _also("--from")] = ""
+    weights: Annotated[str, also("--from")] = ""
     """Begin from the model and the tokenizer in this folder: in Hugging Face's format, a run of imece, or one
     of its checkpoints."""
     layers: int | None = None
@@ -132,7 +134,7 @@ class ModelSection:
 class DataSection:
     """The text and its tokenizer."""
 
-    paths: Annotated[tuple[str, ...], _also("--data")] = ()
+    paths: Annotated[tuple[str, ...], also("--data")] = ()
     """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's standard
     library, as it lies on this machine."""
     format: Format = "text"
@@ -323,7 +325,7 @@ class ComputeSection:
     #: On GPUs: what lies in the host's memory, whose CPUs then make the update. optimizer: masters, summed
     #: gradients and optimizer state, up to 16 bytes a parameter; parameters: also each rank's part of those
     #: (zero3, hybrid). Slower, but more fits.
-    offload: Annotated[Offload, _also("--offload")] = "none"
+    offload: Annotated[Offload, also("--offload")] = "none"
     bad_steps: int = 5
     """The run ends after this many steps in a row without a finite gradient."""
 
