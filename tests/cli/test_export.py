@@ -233,6 +233,7 @@ def test_where_it_does_not_write(
     (tmp_path / "config.json").write_text("{}")
     said = refused(capsys, str(tmp_path), str(tmp_path / "out"))
     assert said.endswith("is no run, but a model in Hugging Face's format already: nothing to export\n")
+    (tmp_path / "config.json").unlink()
     assert file.read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == ["folder", "here"]
 
