@@ -576,6 +576,42 @@ def read_in_a_closure(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
 
 
+class Summands(nn.Module):
+    """Its loss has the gradient 1 for each element: of `always`, or of `first` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first = (nn.Parameter(torch.zeros(5)) for _ in range(2))
+
+    def forward(self, both: bool) -> torch.Tensor:
+        return self.always.sum() + (self.first.sum() if both else 0)
+
+
+def added_up_in_fp32(group: dist.ProcessGroup) -> None:
+    """Micro-batches in no_sync, if gradients are reduced in fp32: bf16 cannot add 1 to 256."""
+    before = (256.0, 1.0, 1.0)
+    for way in WAYS:
+        precision = MixedPrecision(torch.bfloat16, torch.float32)
+        model, optimizer = wrapped(way, group, Summands, precision=precision)
+        inner = model.module
+        for _ in range(2):
+            for scale in before:
+                with model.no_sync():
+                    (scale * model(group.rank() == 0)).backward()
+            model(False).backward()
+            expected = {"always": sum(before) + 1, "first": sum(before) / 2}
+            for part in model.sharding.parts:
+                assert part.parameter.grad.dtype == torch.float32
+                assert set(part.parameter.grad.tolist()) <= {expected[part.name]}, (way, part.name)
+            optimizer.zero_grad()
+        for scale in before:  # the first one around the wrapper, which does not see it begin
+            with model.no_sync(), model.gathered():
+                (scale * (inner if scale > 1 else model)(True)).backward()
+        assert inner.first.grad.dtype == torch.float32 and set(inner.first.grad.tolist()) == {sum(before)}
+        optimizer.zero_grad()
+        assert inner.first.grad is None
+
+
 def written_beside_masters(group: dist.ProcessGroup) -> None:
     """Into parameters that the next step fills again from its masters."""
     for way in WAYS[:2]:
@@ -686,6 +722,7 @@ CHECKS: dict[str, Check] = {
     "given other memory": given_other_memory,
     "read in a closure": read_in_a_closure,
     "written by data": written_by_data,
+    "added up in fp32": added_up_in_fp32,
     "written beside masters": written_beside_masters,
     "hooked": hooked,
     "hook of many calls": hook_of_many_calls,
@@ -703,6 +740,7 @@ CHECKS: dict[str, Check] = {
 JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
+    *jobs(__name__, ["added up in fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["other rates", "rates of one that has ended", "parts by data"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half"], (3, "gloo")),
     *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),

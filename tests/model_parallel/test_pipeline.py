@@ -296,6 +296,36 @@ def steps_add_up(group: dist.ProcessGroup) -> None:
                 assert (each - expected[name]).abs().max() < EXACT, (strategy, name)
 
 
+class Sum(nn.Module):
+    """The gradient of each element is that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+def half_adds_up_in_fp32(group: dist.ProcessGroup) -> None:
+    """Stages in bf16 send bf16, and micro-batches are summed in fp32: in bf16 256 + 1 is 256."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        pipeline = Pipeline(
+            nn.Sequential(Sum(), Sum()), mesh, micro_batches=4, loss=lambda found, by: (found * by).sum()
+        )
+        precision = imece.MixedPrecision(torch.bfloat16, torch.float32)
+        part: Any = parallelize(pipeline.part, optimizer_of, "zero1", mesh, precision=precision)[0]
+        first, last = torch.tensor([256.0, 1, 1, 1]), torch.ones(4)
+        inputs = torch.zeros(4, 3, dtype=torch.bfloat16)
+        pipeline.step(inputs, first.view(4, 1))
+        with part.no_sync():
+            pipeline.step(inputs, first.view(4, 1))
+        pipeline.step(inputs, last.view(4, 1))
+        (held,) = part.sharding.parts
+        assert held.parameter.grad is not None
+        assert set(held.parameter.grad.tolist()) == {(2 * first.sum() + last.sum()).item() / 4}
+
+
 # Schedules, batches and memory.
 
 
@@ -461,6 +491,7 @@ CHECKS: dict[str, Check] = {
             shared_parameters_stay_equal,
             shared_parameters_begin_equal,
             steps_add_up,
+            half_adds_up_in_fp32,
             keeps_activations_of,
             batches_of_other_sizes,
             autocast_is_foreseen,

@@ -166,6 +166,8 @@ class Reducer:
         """After a forward with gradients. synchronise: `prepare` was called before it."""
         self._derived = self._derived and self.armed and synchronise  # no backward has come since then
         self.armed, self.inside = synchronise, False
+        if not synchronise:
+            self.gradients.stay()
 
     @property
     def _awaits_any(self) -> bool:
@@ -209,6 +211,7 @@ class Reducer:
         waits for buckets, so ranks may exchange messages between them.
         """
         if self._take_up():
+            self.gradients.stay()
             self._early, self._careful = set(range(len(self.slots))), True
 
     def expect_last(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -31,6 +31,7 @@ from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.way import most_under_way
 from imece.data_parallel.sharding.accumulated import Accumulated
 from imece.data_parallel.sharding.borrowed import BorrowedMemory
+from imece.data_parallel.sharding.cast import let_any_come, widen_gradients
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.offload import Direct, Lane
 from imece.data_parallel.sharding.parts import Part
@@ -81,6 +82,9 @@ class Sharding(Gradients):
         filled = [_bucket(store) for store in self.stores]
         self.all = [bucket for bucket, _ in filled]
         self.slots = sorted((slot for _, slots in filled for slot in slots), key=lambda slot: slot.index)
+        reduce_bytes = self.precision.reduce.itemsize if self.precision.reduce is not None else 0
+        self._narrow = [slot.parameter for slot in self.slots if slot.parameter.dtype.itemsize < reduce_bytes]
+        self._widens = False  # autograd adds up their gradients in `reduce`
         as_it_is = self._way.schedule is None and self._way.wire is None
         self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
         # By bucket: its memory, and this rank's shard of that.
@@ -107,7 +111,7 @@ class Sharding(Gradients):
             if store.coming is not None:
                 store.coming.give_up()
             store.parts.clear()
-        for kept in (self.stores, self.frozen, self.parts, self.memory, self._owns):
+        for kept in (self.stores, self.frozen, self.parts, self.memory, self._owns, self._narrow):
             kept.clear()
         del self.groups
         if self.gathering is not None:
@@ -131,6 +135,9 @@ class Sharding(Gradients):
         """A synchronised backward begins. It adds to sums that were not zeroed since the last one."""
         if self.gathering is not None:
             self.gathering.begin()
+        if self._widens:
+            self._widens = False
+            let_any_come(self._narrow)
         self._in_backward = True
         live = []
         for store in self.stores:
@@ -140,6 +147,12 @@ class Sharding(Gradients):
                 store.older = self._taken_aside(store)
             live += [part.index for part in here]
         self.accumulated.begin(live)
+
+    def stay(self) -> None:
+        """As in Gradients. If buckets have more bits than parameters, so has the sum over micro-batches."""
+        if not self._widens:
+            self._widens = True
+            widen_gradients(self._narrow, self.precision.reduce)
 
     def _taken_aside(self, store: Store) -> torch.Tensor:
         """The gradients that a store holds, kept apart from where the next sum lands."""

@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class Pipeline:
         self._shared = Shared([self._named[at::size] for at in range(size)], self._group)
         self._free_others()
         self._began_trained = self._trained()
+        self._began_dtypes = [{name: each.dtype for name, each in kind} for kind in _states(self.part)]
         # What is kept refers to this object weakly. In a cycle with it a dropped model would keep its memory
         # until the garbage collector comes.
         make = functools.partial(Pipeline._make_schedule, weakref.proxy(self))
@@ -254,6 +255,7 @@ class Pipeline:
         if self._group.size() == 1 and not train:  # torch expects gradients between stages of one rank
             schedule, dealt, mine = "gpipe", [range(dealt[0].start, dealt[-1].stop)], [0]
         stages = [self._pieces.stage(which, inputs) for which in dealt]
+        self._cast_others()
         along = shapes(stages, inputs, self.mesh.device)
         return schedule_of(
             schedule,
@@ -324,6 +326,22 @@ class Pipeline:
             for module in named.values():
                 if id(module) not in mine:
                     module.to("meta")
+
+    def _cast_others(self) -> None:
+        """Cast what only other ranks have as this rank's part was since construction, by a MixedPrecision
+        say: what their stages send has the dtype that follows."""
+        mine = [dict(kind) for kind in _states(self.part)]
+        for at, (began, now) in enumerate(zip(self._began_dtypes, mine, strict=True)):
+            became = {dtype: now[name].dtype for name, dtype in began.items() if name in now}
+            for module in (module for named in self._named for module in named.values()):
+                for _, each in _states(module)[at]:
+                    if each.is_meta and each.dtype in became:
+                        each.data = each.data.to(became[each.dtype])
+
+
+def _states(module: nn.Module) -> tuple[Iterable[tuple[str, Tensor]], Iterable[tuple[str, Tensor]]]:
+    """Its parameters, and its buffers, with their names."""
+    return module.named_parameters(), module.named_buffers()
 
 
 def check_sends(mesh: Mesh) -> None:

@@ -115,6 +115,9 @@ class Gradients:
     def start(self) -> None:
         """A synchronised backward begins."""
 
+    def stay(self) -> None:
+        """What backward writes from now on stays in `.grad`, where later gradients are added to it."""
+
     def check_kind(self, slot: Slot) -> None:
         """RuntimeError, with what to do, if a parameter is no longer what its bucket was laid out for."""
 

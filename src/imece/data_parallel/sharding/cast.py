@@ -84,6 +84,25 @@ def can_be_cast(parameter: Tensor) -> bool:
     return is_numbers and parameter.is_floating_point()
 
 
+def widen_gradients(parameters: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+    """From now on autograd adds these parameters' gradients up in `dtype`, which has more bits than they."""
+    with torch._C.DisableTorchFunctionSubclass():  # some may be freed
+        for each in parameters:
+            grad, each.grad = each.grad, None
+            each.grad_dtype = dtype
+            each.grad = grad if grad is None else grad.to(dtype)
+
+
+def let_any_come(parameters: Iterable[Tensor]) -> None:
+    """From now on autograd writes a gradient as it is, or adds it to one with more bits.
+
+    Then the gradient of a backward that goes into a bucket at once takes no memory with more bits before.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in parameters:
+            each.grad_dtype = None
+
+
 def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
     """Cast these, which are in no bucket, if they can be cast; they stay the same objects."""
     for each in parameters:
