@@ -446,6 +446,12 @@ def test_a_name_that_is_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue().startswith(b'run = "\\udcff"\n')
 
 
+def test_letters_that_the_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")  # as under LC_ALL=C PYTHONUTF8=0
+    status, _, err = run("sample", "run", "--prompt", "k\udcc3\udcb6y")
+    assert (status, err) == (2, "imece: an argument has letters that this locale lacks: set PYTHONUTF8=1\n")
+
+
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Started with stdout and stderr closed, Python has None for them."""
     monkeypatch.setattr(sys, "stdout", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -199,6 +200,12 @@ def test_more_ranks_than_may_have_files_open(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("imece.open_files.allow_open_files", lambda: 30)
     with pytest.raises(UserError, match=r"^9 ranks need \d+ open files, and 30 are allowed \(ulimit -Hn\): "):
         spawn(is_never_called, ranks=9)
+
+
+def test_in_a_process_that_may_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"a daemonic one of multiprocessing, .* with daemon=False$"):
+        spawn(is_never_called, ranks=1)
 
 
 def is_never_called() -> None:

@@ -316,12 +316,15 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_full_disk_ends_nothing(terminal: bool) -> None:
+def test_a_full_disk_ends_nothing(terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """And is said once."""
     out = Console(file=Full(), force_terminal=terminal, _environ={"TERM": "xterm"})
     with pytest.raises(OSError):
         out.print("this is what the display meets")
     with Display(10, console=out) as display:
         run_all(display)
+    said = "imece: standard output cannot be written (No space left on device): training goes on\n"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def run_all(display: Display) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -32,6 +33,7 @@ COMMANDS = {
 
 _MODULES = {"eval": "evaluate"}  # commands whose file has another name: eval is Python's
 _RANKS = {"train"}  # commands that a launcher may start as a rank: `run_as_rank(argv, stop)`
+_LETTERS_LOST = re.compile("[\udc80-\udcff]")  # bytes that Python could not decode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _take_all()
             if _is_nowhere():  # libraries would end the process while they are imported
                 return _refuse("the current folder has been removed: go to one that is there")
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            arguments = list(sys.argv[1:] if argv is None else argv)
+            if sys.getfilesystemencoding() != "utf-8" and any(map(_LETTERS_LOST.search, arguments)):
+                return _refuse("an argument has letters that this locale lacks: set PYTHONUTF8=1")
+            return _run(arguments)
         except UserError as mistake:
             return _refuse(mistake)
         finally:

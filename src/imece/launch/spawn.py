@@ -85,6 +85,11 @@ def spawn(
         raise UserError(f"ranks={ranks!r}: from 1 to {MOST_RANKS_PER_HOST} ranks can run on one host")
     if timeout_s is not None and not timeout_s > 0:
         raise UserError(f"timeout_s={timeout_s!r}: give a number of seconds above 0, or None")
+    if multiprocessing.current_process().daemon:
+        raise UserError(
+            "imece.spawn: this process is a daemonic one of multiprocessing, as those of a Pool are, and "
+            "may start no others: call it elsewhere, or in a process with daemon=False"
+        )
     fresh = _importable(fn)
     if not fresh and (torch.cuda.is_initialized() or dist.is_initialized()):
         raise _cannot_be_copied(fn)

@@ -124,8 +124,8 @@ def steps(
         return
     if mesh in _looped:
         raise RuntimeError(
-            "imece.steps: a second loop, where a rank that joins could not know which of them it is in: "
-            "make one of both"
+            "imece.steps: a second loop, where a rank that joins could not know which of them it is in: have "
+            "one for the whole script, with the steps of both in its total; step.index says where it is"
         )
     _looped.add(mesh)
     say_not_carried(mesh, model)

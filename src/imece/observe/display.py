@@ -48,6 +48,7 @@ class Display:
         self._blocks = "#-" if self._console.options.ascii_only else "█░"
         self._progress: Progress | None = None
         self._live: Live | None = None
+        self._told = False  # that the output fails
         self._next_s = 0.0  # when the line is due again
         self._next_step = 0  # the step from which the line is due again without a terminal
 
@@ -176,8 +177,12 @@ class Display:
     def _whatever_the_output_says(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # the terminal may take the next line; training matters more than this one
-            return
+        except OSError as error:  # the terminal may take the next line; training matters more than this one
+            if not self._told:
+                self._told = True
+                with contextlib.suppress(OSError):
+                    said = f"standard output cannot be written ({error.strerror}): training goes on"
+                    print(f"imece: {said}", file=sys.stderr, flush=True)
 
 
 def _indent(rows: Sequence[tuple[str, str]]) -> int:
