@@ -24,7 +24,6 @@ from imece.plan.answer.search import framework_on
 from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.memory import frameworks
 from imece.plan.memory.frameworks import (
-    DEEPSPEED,
     IMECE,
     IMECE_CPU,
     LLM_FOUNDRY,
@@ -78,10 +77,12 @@ def test_micro_batches_in_no_sync_have_sharded_gradients_whole_besides(strategy:
 
 def test_the_formulae_of_deepspeed_and_megatron() -> None:
     n, d = 1e9, 16
-    zero2 = Setup(MODEL, Parallel("zero2", d, d), Recipe(4096, precision=DEEPSPEED.precision))
+    # runtime/zero/stage_1_and_2.py and stage3.py of microsoft/DeepSpeed: 2N + 18N/n and 18N/n.
+    deepspeed = Framework("deepspeed", Precision(2, 2, 4, 4, 4, 2), sums_as_masters=False)
+    zero2 = Setup(MODEL, Parallel("zero2", d, d), Recipe(4096, precision=deepspeed.precision))
     zero3 = replace(zero2, parallel=replace(zero2.parallel, strategy="zero3"))
     for setup, expected in ((zero2, 2 + 18 / d), (zero3, 20 / d)):  # stage 3 keeps a bf16 part beside its 18
-        found = memory(setup, framework=DEEPSPEED)
+        found = memory(setup, framework=deepspeed)
         states = found.parameters + found.gradients + found.optimizer + found.masters
         assert states / N == pytest.approx(expected, rel=1e-3)
     megatron = Setup(MODEL, Parallel("zero1", d, d), Recipe(4096, precision=MEGATRON.precision))

@@ -200,7 +200,7 @@ def dump(file: TextIO | None = None, last: int = 16) -> None:
     print("\n".join(lines), file=file or sys.stderr, flush=True)
 
 
-def install_signal(number: int = signal.SIGUSR1) -> None:
+def install_signal() -> None:
     """After this, `kill -USR1 PID` prints all threads' stacks and this rank's last calls to standard error.
 
     C code prints the stacks at once. A Python handler prints the calls, and can run only between two
@@ -212,8 +212,8 @@ def install_signal(number: int = signal.SIGUSR1) -> None:
     def show(_number: int, _frame: FrameType | None) -> None:
         dump()
 
-    signal.signal(number, show)
-    faulthandler.register(number, file=2, all_threads=True, chain=True)  # chain: then `show`
+    signal.signal(signal.SIGUSR1, show)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # chain: then `show`
 
 
 def _ranks_of(group_name: str) -> bytes:

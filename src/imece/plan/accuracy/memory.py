@@ -39,7 +39,6 @@ class Fits:
     ran: int
     ran_passed: int  # of those that ran, predicted to fit
     failed: int
-    failed_flagged: int  # of those that failed, predicted not to fit
     too_large: int  # those that failed and can only have failed for memory
     too_large_flagged: int
 
@@ -144,7 +143,6 @@ def ultrascale_fits(model: str | None = None, own: Table | None = None) -> Fits:
         ran=len(passed),
         ran_passed=sum(passed),
         failed=len(failed),
-        failed_flagged=sum(flagged for flagged, _ in failed),
         too_large=sum(too_large for _, too_large in failed),
         too_large_flagged=sum(flagged and too_large for flagged, too_large in failed),
     )
@@ -165,7 +163,7 @@ def llm_foundry_fits() -> Fits:
         needed = min(memory(setup, None, LLM_FOUNDRY).total for setup in case.setups)
         ran += 1
         passed += _has_room(needed, case.cluster.gpu)
-    return Fits(ran, passed, 0, 0, 0, 0)
+    return Fits(ran, passed, failed=0, too_large=0, too_large_flagged=0)
 
 
 def torchtitan_memory(own: Table | None = None) -> list[Row]:

@@ -92,11 +92,6 @@ MEGATRON = Framework(
     workspace_bytes=75 * 10**6,
 )  # fmt: skip
 
-# microsoft/DeepSpeed: runtime/zero/stage_1_and_2.py and stage3.py: 2N + 18N/n and 18N/n.
-DEEPSPEED = Framework(
-    "deepspeed", Precision(2, 2, 4, 4, 4, 2), sums_as_masters=False, logit_bytes=TORCH_LOSS_BYTES
-)  # fmt: skip
-
 # FSDP with fp32 parameters, as mosaicml/llm-foundry and pytorch/torchtitan use it: gathered in bf16, one unit
 # ahead. llm-foundry's loss is flash-attention's fused cross-entropy on bf16 logits. torchtitan's selective
 # recomputation keeps every second product and attention's output; its loss is F.cross_entropy of
