@@ -119,6 +119,15 @@ def test_garbage_is_dropped(pair: list[Agent], data: bytes, why: str) -> None:
     undisturbed(pair)
 
 
+def test_an_agent_that_has_gone_is_nobody_that_was_not_let_in(pair: list[Agent]) -> None:
+    """Its connection waits in the kernel while this process is stopped, and is found when that wakes."""
+    with knock(pair[0]) as sock:
+        send_all(sock, MAGIC + bytes(32))
+        assert exactly(sock, 40)[:8] == MAGIC[:8]
+    assert pair[0].is_calm(0.3)
+    undisturbed(pair)
+
+
 @pytest.mark.parametrize("drips", [True, False])
 def test_who_takes_too_long_is_dropped(pair: list[Agent], drips: bool) -> None:
     with knock(pair[0]) as sock:

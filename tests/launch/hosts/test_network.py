@@ -153,7 +153,8 @@ def test_a_host_that_was_stopped_for_long_takes_nothing_for_a_sign() -> None:
         with agents(1) as (one,):
             link(one, zero)
             zero._call(setattr, zero._links, "_beat_s", time.monotonic() - 31)
-        zero.loses(1, "it closed the connection", surely=False)
+        why = "this launcher had not run for 31 s: was it, or its machine, stopped?"
+        zero.loses(1, f"it closed the connection; {why}", surely=False)
 
 
 def test_a_silent_link_ends_on_both_sides() -> None:

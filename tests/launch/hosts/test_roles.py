@@ -149,6 +149,24 @@ def test_two_that_lost_each_other_and_not_the_one_that_leads_find_each_other_aga
     assert made.leaders == [1] and len(made.newest(2).members) == 4
 
 
+def test_two_that_do_not_reach_each_other_for_long_are_named_on_all_hosts(cluster: Make) -> None:
+    made = cluster(3)
+    made.away.add(frozenset((1, 2)))
+    made.unlink(1, 2, told=(1, 2))
+    made.settle()
+    apart = "host 1 (10.0.0.2) and host 2 (10.0.0.3) do not reach each other"
+    assert not any("reach" in line for host in range(3) for line in made.hosts[host].said)
+    for _ in range(12):
+        made.settle()
+    for host in range(3):
+        assert [apart in line for line in made.hosts[host].said].count(True) == 1, "both say so"
+    made.mend()
+    made.settle()
+    for host in range(3):
+        again = [line for line in made.hosts[host].said if "reach each other again" in line]
+        assert again == ["imece: host 1 (10.0.0.2) and host 2 (10.0.0.3) reach each other again"]
+
+
 def test_who_comes_back_does_not_help_to_cut_off_those_that_it_went_on_with(cluster: Make) -> None:
     """Hosts 4 to 8 go on without 0, which still counts on 4; then 5 and 6 begin anew with 0."""
     made = cluster(9, max_restarts=99)

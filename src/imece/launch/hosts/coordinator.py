@@ -48,6 +48,7 @@ class Coordinator:
         self._new: set[int] = set()  # hosts to be taken in then
         self._empty: set[int] = set()  # in the job, but without members
         self._told_to_wait: set[int] = set()
+        self._apart: dict[int, set[int]] = {}  # whom a host that follows does not reach
         self._leaving: dict[int, int] = {}  # hosts that were asked to leave, and by which signal
         self._signalled: set[int] = set()  # hosts that got a signal
         self._ends = False  # whether one of these signals ends the job
@@ -102,6 +103,8 @@ class Coordinator:
                     self._settle()
             case {"say": "seen", "members": list(members)} if far is not None:
                 far.seen = to_seen(members, now)
+            case {"say": "apart", "hosts": list(hosts)} if far is not None:
+                self._note_apart(host, set(map(int, hosts)))
             case {"say": "ended" | "cannot" | "signal" | "leave"} if not self.runs:
                 self._late.append((host, message))
             case {"say": "ended", "members": list(members), "endings": list(endings)} if far is not None:
@@ -205,6 +208,7 @@ class Coordinator:
     def _give_up(self, host: int, why: str) -> None:
         """A host follows no more."""
         del self._far[host]
+        self._apart.pop(host, None)
         self._new.discard(host)
         self._empty.discard(host)
         self._heard.discard(host)
@@ -214,6 +218,29 @@ class Coordinator:
         if host in self._job.hands:
             self._lost[host] = why
         self._change_view()
+
+    def _note_apart(self, host: int, others: set[int]) -> None:
+        """Tell all of two hosts that follow and do not reach each other: their ranks wait in silence."""
+        before = self._pairs_apart()
+        self._apart[host] = others
+        after, name = self._pairs_apart(), self._here.name
+        for one, other in sorted(after - before):
+            self._job.say(
+                f"imece: {name(one)} and {name(other)} do not reach each other, though both reach "
+                f"{name(self._here.me)}: ranks there wait for each other, at most as long as "
+                "imece.init(timeout=...) says. Mend the way between them, or send SIGTERM to the launcher of "
+                "one: the others go on without it"
+            )
+        for one, other in sorted(before - after):
+            self._job.say(f"imece: {name(one)} and {name(other)} reach each other again")
+
+    def _pairs_apart(self) -> set[tuple[int, int]]:
+        return {
+            (min(host, other), max(host, other))
+            for host, others in self._apart.items()
+            for other in others
+            if {host, other} <= self._far.keys()
+        }
 
     def _change_view(self) -> None:
         """Make a view of exactly the hosts that are here, if they may go on."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from imece.launch.hosts import frames
 from imece.launch.hosts.events import Complaints, Refused
-from imece.launch.hosts.handshake import HandshakeError, demand
+from imece.launch.hosts.handshake import GoneError, HandshakeError, demand
 from imece.launch.hosts.link import prepare
 from imece.launch.hosts.reach import Hello
 
@@ -95,6 +95,8 @@ class Door:
                 await demand(sock, self._token)
                 self._strangers.pop(task, None)
                 return Hello.of(await frames.read(sock))
+        except GoneError:  # this process was stopped for a while, say, and its peers have dialled in vain
+            return None
         except TimeoutError:
             self.complain(address, f"it has not said who it is within {self._limit_s:g} s")
         except EOFError as error:

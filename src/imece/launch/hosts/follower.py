@@ -44,6 +44,8 @@ class Follower:
         self._votes: dict[int, Report] = {}
         self._look_at = self._beats_at = 0.0
         self._said: dict[int, tuple[Any, ...]] = {}
+        self._missed_since: dict[int, float] = {}  # hosts in the job to which there is no link
+        self._apart: list[int] = []  # those of them that are missed for long, as was said
         here.network.serve_store(None)
         here.network.lead_to(here.up[follow.leader].address)
         self._obey(follow.view)
@@ -145,6 +147,19 @@ class Follower:
         if told != self._said or now >= self._beats_at:
             self._said, self._beats_at = told, now + _BEATS_S
             here.send(self._leader, {"say": "seen", "members": of_seen(seen, now)})
+        self._look_who_is_apart(now)
+
+    def _look_who_is_apart(self, now: float) -> None:
+        """Say which hosts this one has not reached for so long that the coordinator would have missed them
+        by now, if it did not reach them either."""
+        here = self._here
+        assert here.standing is not None
+        missed = here.standing.newest.hosts - here.up.keys() - {here.me}
+        self._missed_since = {host: self._missed_since.get(host, now) for host in missed}
+        apart = [host for host in sorted(missed) if now >= self._missed_since[host] + here.plan.election_s]
+        if apart != self._apart:
+            self._apart = apart
+            here.send(self._leader, {"say": "apart", "hosts": apart})
 
     def _obey(self, message: dict[str, Any]) -> None:
         here, host = self._here, self._here.host

@@ -29,6 +29,10 @@ class HandshakeError(Exception):
     """The other side is no agent that knows the token; the message says what it is instead."""
 
 
+class GoneError(Exception):
+    """An agent that has not waited until it was answered."""
+
+
 async def prove(sock: socket.socket, token: bytes) -> None:
     """The part of the side that dialled. Raises HandshakeError, EOFError or OSError."""
     loop = asyncio.get_running_loop()
@@ -44,12 +48,15 @@ async def prove(sock: socket.socket, token: bytes) -> None:
 
 
 async def demand(sock: socket.socket, token: bytes) -> None:
-    """The part of the side that listens. Raises HandshakeError, EOFError or OSError."""
+    """The part of the side that listens. Raises HandshakeError, GoneError, EOFError or OSError."""
     loop = asyncio.get_running_loop()
     other = await _nonce(sock)
     own = secrets.token_bytes(_NONCE_BYTES)
-    await loop.sock_sendall(sock, MAGIC + own)
-    proof = await read_exactly(sock, _PROOF_BYTES)
+    try:
+        await loop.sock_sendall(sock, MAGIC + own)
+        proof = await read_exactly(sock, _PROOF_BYTES)
+    except (EOFError, ConnectionError):
+        raise GoneError from None
     if not hmac.compare_digest(proof, _proof(token, b"dialler", other, own)):
         await loop.sock_sendall(sock, _NO)
         raise HandshakeError("it has another token")

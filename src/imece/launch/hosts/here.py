@@ -177,8 +177,12 @@ class Here:
 
     def how_lost(self, host: int, why: str, surely: bool) -> str:
         """How a host was lost, in words."""
-        name = f"host {host} ({self.book[host][0]})" if host in self.book else f"host {host}"
+        name = self.name(host)
         return f"{name} is gone: its launcher has ended" if surely else f"{name} was lost: {why}"
+
+    def name(self, host: int) -> str:
+        """A host with its address, if that is known."""
+        return f"host {host} ({self.book[host][0]})" if host in self.book else f"host {host}"
 
     def side(self) -> set[int]:
         """This host and those it has a link to, among the hosts that count."""

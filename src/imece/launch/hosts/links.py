@@ -54,6 +54,7 @@ class Links:
         self._emit, self._spawn = emit, spawn
         self._silence = Silence(silent_s)
         self._beat_s = 0.0  # when this process last said that it lives
+        self._stopped_s = 0.0  # for how long it did not run, before the last beat
         self._up: dict[int, Link] = {}
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._speaking: set[int] = set()  # hosts that a dial of ours has reached
@@ -178,8 +179,13 @@ class Links:
 
     def _tell_end(self, link: Link) -> None:
         assert link.end_said is not None
+        why, surely = link.end_said
+        # Before its next beat, or right after that: its peers may have ended the link meanwhile.
+        stopped_s = max(asyncio.get_running_loop().time() - self._beat_s, self._stopped_s)
+        if self._is_long(stopped_s):
+            why += f"; this launcher had not run for {stopped_s:.0f} s: was it, or its machine, stopped?"
         self._forget(link)
-        self._emit(Down(link.host, link.number, *link.end_said))
+        self._emit(Down(link.host, link.number, why, surely))
 
     def _forget(self, link: Link) -> None:
         del self._up[link.host]
@@ -257,8 +263,8 @@ class Links:
         self._beat_s = now()
         while True:
             await asyncio.sleep(self._silence.interval_s)
-            stopped = self._is_long(now() - self._beat_s)
-            self._beat_s = now()
+            self._stopped_s, self._beat_s = now() - self._beat_s, now()
+            stopped = self._is_long(self._stopped_s)
             for link in self._up.values():
                 if stopped or self._is_long(now() - link.heard_s):
                     # What has come meanwhile is about to be read, perhaps including the link's end.
