@@ -21,7 +21,7 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from imece import MixedPrecision, parallelize
+from imece import MixedPrecision, broadcast, parallelize
 from imece.bench.reference_model import Block, Decoder, batch
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.data_parallel.optimizer import is_element_wise, parameters_of
@@ -784,6 +784,30 @@ def one_script_for_every_strategy(group: dist.ProcessGroup) -> None:
             )
 
 
+def what_one_rank_alone_writes(group: dist.ProcessGroup) -> None:
+    """As within DeepSpeed's `GatheredParameters(modifier_rank=0)`; a broadcast of it is no mistake."""
+    first = dist.get_rank(group) == 0
+    ways: list[tuple[str, dict[str, Any]]] = [(each, {}) for each in strategies_on(group)]
+    for strategy, more in [*ways, ("zero3", {"gather": True})]:
+        module: Any = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5).requires_grad_(False))
+        model, _ = parallelize(module, AdamW(module[0].parameters()), strategy, group, **more)
+        for number in range(2):
+            weight = module[number].weight
+            with model.gathered(write=True), torch.no_grad():
+                if first:
+                    weight.fill_(2.0 + number)
+                broadcast(weight.detach(), 0, group=group)
+            assert (model.state_dict()[f"module.{number}.weight"] == 2.0 + number).all(), strategy
+            who = "rank [01]" if group.size() > 2 else "all ranks"
+            said = rf"not the same: {number}\.weight on {who} \(of 4 parameters\)"
+            with pytest.raises(MismatchError, match=said), model.gathered(write=True), torch.no_grad():
+                if first:
+                    weight.fill_(4.0)
+            with model.gathered(write=True), torch.no_grad():
+                weight.fill_(1.0)
+        model(torch.ones(2, 8)).sum().backward()
+
+
 def names_of_parts(group: dist.ProcessGroup) -> None:
     model, optimizer = Case(make=adamw_by_name).wrapped("zero2", group)
     (params,) = optimizer.param_groups
@@ -934,6 +958,7 @@ OTHERS: dict[str, Check] = {
     "names": names_of_parts,
     "steps of one rank alone": steps_of_one_rank_alone,
     "one script for every strategy": one_script_for_every_strategy,
+    "what one rank alone writes": what_one_rank_alone_writes,
     "an optimizer zeroes its own": an_optimizer_zeroes_its_own,
     "refused": refused,
     "copied whole": copied_whole,

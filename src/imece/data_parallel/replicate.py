@@ -45,7 +45,7 @@ from imece.data_parallel.reducing.way import (
 )
 from imece.data_parallel.reducing.whole import Caps, WholeGradients
 from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
-from imece.data_parallel.same import check_drift, check_same_shapes, sync_from
+from imece.data_parallel.same import check_drift, check_same_shapes, sync_from, written_alike
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
 from imece.layout import MIB
@@ -312,9 +312,15 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def gathered(self, write: bool = False) -> Iterator[None]:
         """Inside, all parameters are whole on every rank; here they always are.
 
-        write: what is written into them inside, the same on all ranks, stays.
+        write: what is written into them inside, the same on all ranks, stays. MismatchError if it is not
+        the same, as where one rank alone writes.
         """
-        yield
+        with self._written_alike() if write else contextlib.nullcontext():
+            yield
+
+    def _written_alike(self) -> contextlib.AbstractContextManager[None]:
+        named = [each for each in self.module.named_parameters() if each[0] not in self.parameters_to_ignore]
+        return written_alike(named, self.process_group, self.device)
 
     def take_over_masters(self) -> None:
         """After something other than their optimizer wrote `parts`: give all ranks the new values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,37 @@ def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, step: int) -> None:
     """MismatchError that names ranks and parameters unless all ranks hold the same bits."""
+    if differ := _which_differ(named, group):
+        raise MismatchError(
+            f"step {step}: the ranks' parameters have drifted apart: {differ} (of {len(named)} parameters). "
+            f"Something changed them on one rank alone, or an operation gives other results there"
+        )
+
+
+@contextlib.contextmanager
+def written_alike(
+    named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[None]:
+    """Inside, all ranks write the same values into parameters. Afterwards MismatchError that names one which
+    only some have written, unless all ranks hold the same bits.
+
+    Bits are compared only where ranks have written into different parameters: the names are short.
+    """
+    before = [each._version for _, each in named]
+    yield
+    mine = [name for (name, each), was in zip(named, before, strict=True) if each._version != was]
+    if texts_that_differ(mine, group, device, "parameters written in gathered(write=True)") and (
+        differ := _which_differ(named, group)
+    ):
+        raise MismatchError(
+            f"inside of gathered(write=True) only some ranks have written, or not the same: {differ} (of "
+            f"{len(named)} parameters). All ranks write the same values; what rank 0 alone has goes to the "
+            f"others first, by imece.broadcast(parameter.detach(), 0)"
+        )
+
+
+def _which_differ(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> str:
+    """The first parameters of which ranks hold different bits, with those ranks; empty if there are none."""
     device = named[0][1].device
     with torch.no_grad():
         mine = torch.stack([digest(each).to(device) for _, each in named])
@@ -106,7 +138,7 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
     ops.all_gather(everybody, mine, group=group, label="digests of the parameters")
     rows = everybody.view(group.size(), -1)
     if bool((rows == rows[0]).all()):
-        return
+        return ""
     said = []
     for (name, _), column in zip(named, rows.t().tolist(), strict=True):
         votes = Counter(column)
@@ -114,11 +146,7 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
             (most, count), *_ = votes.most_common()
             odd = rank_words([rank for rank, value in of_ranks(group, column).items() if value != most])
             said.append(f"{name} on {odd}" if count > 1 else f"{name} on all ranks")
-    shown = "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
-    raise MismatchError(
-        f"step {step}: the ranks' parameters have drifted apart: {shown} (of {len(named)} parameters). "
-        f"Something changed them on one rank alone, or an operation gives other results there"
-    )
+    return "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -298,9 +298,9 @@ class ShardedDataParallel(DistributedDataParallel):
         """Inside, all parameters are whole on every rank; all ranks enter and leave together.
 
         write: what is written into them inside, the same on all ranks, stays. Otherwise they may only
-        be read.
+        be read. MismatchError if it is not the same, as where one rank alone writes.
         """
-        with gathered(self.sharding, write):
+        with gathered(self.sharding, self._written_alike if write else None):
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,17 +18,21 @@ from imece.data_parallel.sharding.stores import Store
 
 
 @contextlib.contextmanager
-def gathered(sharding: Sharding, write: bool) -> Iterator[None]:
-    """Inside, parameters are whole on every rank. write: what all ranks write into them stays."""
+def gathered(
+    sharding: Sharding, writing: Callable[[], contextlib.AbstractContextManager[None]] | None
+) -> Iterator[None]:
+    """Inside, parameters are whole on every rank. writing: what all ranks write into them inside of it
+    stays."""
     inside: contextlib.AbstractContextManager[None]
     sharding.settle()
     if sharding.gathering is not None:
         inside = sharding.gathering.gathered()
     else:
-        inside = _private(sharding) if write and sharding.common_parameters else contextlib.nullcontext()
+        inside = _private(sharding) if writing and sharding.common_parameters else contextlib.nullcontext()
     with inside:
-        yield
-        if write:
+        with writing() if writing else contextlib.nullcontext():
+            yield
+        if writing:
             with torch.no_grad():
                 _take_over(sharding)
             sharding.note_versions()
