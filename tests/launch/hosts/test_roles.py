@@ -382,6 +382,17 @@ def test_nobody_comes(cluster: Make) -> None:
     assert outcome.line == "imece: host 1 of 2 hosts did not come to 10.0.0.1:29400 within 600 s"
 
 
+def test_who_has_come_is_told_for_whom_all_wait(cluster: Make) -> None:
+    made = cluster(3, apart=True)
+    made.away.discard(frozenset((0, 1)))
+    for _ in range(3):
+        made.settle()
+    line = "imece: waiting at 10.0.0.1:29400 for host 2 of 3 hosts"
+    assert made.hosts[0].said[-1] == line and made.hosts[1].said == [line]
+    made.mend()
+    assert made.leaders == [0] and made.hosts[1].said == [line]
+
+
 def test_nobody_comes_back(cluster: Make) -> None:
     """Who was cut off did nothing wrong."""
     made = cluster(3)

@@ -201,6 +201,8 @@ class Coordinator:
             first = Published(0, hosts, here.me)
             here.standing = Standing(first)
             self._publish_view()
+        else:
+            self._say_at = time.monotonic() + _SAY_WHO_IS_MISSING_S  # to those who have come, too
 
     def _new_far(self, host: int) -> Far:
         return Far(host, lambda message: self._here.send(host, message))
@@ -378,7 +380,10 @@ class Coordinator:
         if now >= self._say_at:
             self._say_at = _NEVER
             if missing:
-                here.say(f"waiting at {where} for {who} of {here.plan.hosts} hosts")
+                line = f"waiting at {where} for {who} of {here.plan.hosts} hosts"
+                here.say(line)
+                for host in self._far:
+                    here.send(host, {"do": "say", "line": f"imece: {line}"})
         if now >= self._until:
             hosts, patience = here.plan.hosts, f"{here.plan.patience_s:.0f} s"
             why = f"{who} of {hosts} hosts did not come to {where} within {patience}"
