@@ -82,7 +82,7 @@ class Asked:
         return self.room_bytes
 
     def why(self, taken: Strategy) -> str:
-        """ "strategy zero2: 5.10 GB a rank of 8.00 GB before activations (25 % are left for them); zero1, the
+        """ "strategy zero2: 5.10 GB a rank of 8.00 GB before activations, which take 2.00 GB; zero1, the
         usual one here, needs 6.90 GB".
         """
         size, usual = self.found[taken].total, self.found.get(cast(Strategy, self.usual))
@@ -99,7 +99,7 @@ class Asked:
 
     def _left(self) -> str:
         if self.activation_bytes is None:
-            return f"for which {ACTIVATIONS:.0%} are kept (activation_bytes= says what they need)"
+            return f"for which {100 * ACTIVATIONS:.0f} % are kept (activation_bytes= says what they need)"
         return f"which take {_size(self.activation_bytes)}"
 
     def misses(self, would_fit: Sequence[str]) -> str:
@@ -114,7 +114,7 @@ class Asked:
         would = " or ".join(would_fit) if would_fit else "More ranks alone would not do"
         return (
             f"no strategy fits: {name}, which needs least, takes {whole} on each rank, which has "
-            f"{_size(self.memory_bytes)} less a reserve of {RESERVE:.0%}: {_size(missing)} too much. "
+            f"{_size(self.memory_bytes)} less a reserve of {100 * RESERVE:.0f} %: {_size(missing)} too much. "
             f"{would}. strategy={name!r} tries it all the same"
         )
 
