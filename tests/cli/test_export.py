@@ -226,6 +226,8 @@ def test_where_it_does_not_write(
     assert "is not empty" in refused(capsys, str(trained_run), str(file.parent))
     assert "is a file" in refused(capsys, str(trained_run), str(file))
     assert "cannot be written (Not a directory)" in refused(capsys, str(trained_run), str(file / "below"))
+    assert "DIR is empty: name a folder" in refused(capsys, str(trained_run), "")
+    assert "RUN is empty: name a run folder" in refused(capsys, "", "out")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert "is the current folder" in refused(capsys, str(trained_run), ".")

@@ -100,6 +100,7 @@ def test_help_on_the_narrowest_of_screens(
         (["--oven", "1"], "there is no option --oven; did you mean --oven-count?"),
         (["--heat", "hot"], "--heat: not a number: 'hot' (see imece bake --help)"),
         (["--heat"], "--heat has no value: say one after it"),
+        (["--heat", "-x"], "--heat has no value: one that begins with - stands behind =, --heat=-x"),
         (["--shape", "rond"], "--shape 'rond': one of round, long; did you mean round?"),
         (["--glaze", "egg"], "--glaze 'egg': one of milk"),
         (["--crumbs", "x"], "--crumbs: not a whole number: 'x' (see imece bake --help)"),

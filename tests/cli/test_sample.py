@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -200,7 +201,12 @@ def test_what_it_refuses(
     assert message in refused(capsys, str(trained_run), *argv)
 
 
-def test_runs_it_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_it_refuses(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)  # as of others' folders; nothing is closed to root
+        assert f"{trained_run}: cannot be read: check its permissions" in refused(capsys, str(trained_run))
     assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, str(tmp_path))
     assert "no such folder: name a run, or a folder with config.json" in refused(capsys, str(tmp_path / "x"))
     run = tmp_path / "run"

@@ -45,7 +45,7 @@ DESCRIPTION = (
     "bits a byte (which compares across tokenizers) and perplexity, beside what counting tokens and pairs of "
     "tokens in the run's training text would reach."
 )
-_SEQUENCES = 8  # in one forward
+_TOKENS = 4_096  # in one forward, or one sequence
 _MOST_NATS = 700.0  # nats per token; above this the perplexity overflows
 
 
@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
         precision = _precision(config.compute.dtype, device)
         seq = _sequence_length(options, config, model.config, part)
         with _read(part, partial(summed, model, precision)) as each:
-            nats, tokens = evaluate(model, part, seq, _SEQUENCES, precision, nats=each)
+            nats, tokens = evaluate(model, part, seq, max(1, _TOKENS // seq), precision, nats=each)
         found: dict[str, Any] = {
             "run": options.run,
             "step": saved.step if saved is not None else None,

@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     """`imece export ARGV`: exit status 0 when the whole folder is there."""
     options = parse(ExportOptions, argv, PROG, DESCRIPTION)
     folder, which = find_run(options.run, options.which)
-    if not folder.config_file.exists() and (folder.path / CONFIG).exists():
+    if not os.path.exists(folder.config_file) and os.path.exists(folder.path / CONFIG):
         raise UserError(
             f"{options.run} is no run, but a model in Hugging Face's format already: nothing to export"
         )
@@ -159,6 +159,8 @@ def read_bytes(text: str) -> int:
 
 def free_folder(name: str) -> Path:
     """The path of a new folder, with links resolved. UserError if something is there already."""
+    if not name:
+        raise UserError("DIR is empty: name a folder that does not exist yet")
     target = Path(os.path.realpath(name))
     try:
         if target.is_dir() and any(target.iterdir()):

@@ -16,6 +16,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -216,7 +217,7 @@ def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
     return bare.get((begun[0] if len(begun) == 1 else nearest(word, bare)) or "")
 
 
-def _of_value(message: str) -> str | None:
+def _of_value(message: str, argv: Sequence[str]) -> str | None:
     """tyro's message about a wrong choice or a missing value, with the option in front."""
     if wrong := _CHOICE.fullmatch(message):
         value, option, listed = wrong.groups()
@@ -226,6 +227,9 @@ def _of_value(message: str) -> str | None:
             f"; did you mean {meant}?" if meant else ""
         )
     if empty := _NO_VALUE.fullmatch(message):
+        for option, word in pairwise(argv):
+            if option in empty[1].split("/") and re.match("-[^-]", word):
+                return f"{option} has no value: one that begins with - stands behind =, {option}={word}"
         return f"{empty[1]} has no value: say one after it"
     return None
 
@@ -270,7 +274,7 @@ def _with_hint(
     section, _, said = message.partition(": ")
     if said.startswith(f"{section}."):  # a section's own check names the section itself
         return said
-    if told := _of_value(message):
+    if told := _of_value(message, argv):
         return told
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     message = message.replace("could not convert string to float:", "not a number:")

@@ -100,6 +100,8 @@ def open_weights(name: str, which: Which = "best") -> Weights:
             f"{name}: no such folder: name a run, or a folder with {CONFIG}, safetensors and "
             "tokenizer.json; a model of the Hub has to be downloaded first"
         )
+    if not os.access(run.path, os.R_OK | os.X_OK):
+        raise UserError(f"{name}: cannot be read: check its permissions")
     if os.path.exists(run.config_file):
         return weights_of(run, run.saved(which))
     if not os.path.exists(run.path / CONFIG):

@@ -274,6 +274,8 @@ def find_run(name: str, which: Which = "best") -> tuple[RunFolder, Which]:
 
     UserError for such a folder if `which` names another one. Whether there is a run is not looked at.
     """
+    if not name:
+        raise UserError("RUN is empty: name a run folder")
     folder = Path(os.path.expanduser(name))
     run, step = RunFolder(Path(os.path.abspath(folder)).parent.parent), step_of(folder)
     if step is None or folder.parent.name != run.checkpoints.name or not os.path.exists(run.config_file):
