@@ -316,6 +316,10 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
             ["--data.held-out=0.1", "--data.validation=a"],
             "--data.held-out 0.1 has no effect beside data.valid",
         ),
+        (
+            ["--data.held-out=0", "--validate.patience=3"],
+            "--validate.patience 3 has no effect beside data.held_out = 0, with which nothing is validated",
+        ),
         (["--data.held-out=1"], r"held_out is 1\.0: at least 0 and less than 1"),
         (["--ranks=5"], r"--batch\.sequences 12 cannot be divided by 5 ranks; the nearest are 10 and 15"),
         (["--model.max-seq=1"], r"model\.max_seq is 1: at least 2, for a token"),

@@ -126,7 +126,8 @@ CONFIGS = some(
         offload=st.sampled_from(["none", "optimizer", "parameters"]),
         bad_steps=COUNTS,
     ),
-    validate=some(ValidateSection, every=COUNTS_OR_0, tokens=COUNTS_OR_0),
+    validate=some(ValidateSection, every=COUNTS, tokens=COUNTS_OR_0, patience=COUNTS_OR_0)
+    | some(ValidateSection, every=st.just(0), tokens=COUNTS_OR_0, patience=st.just(0)),
     checkpoint=some(CheckpointSection, every=COUNTS_OR_0, minutes=RATES, keep=COUNTS),
     watch=some(WatchSection, drift_every=st.integers(0, 100_000), slow_ratio=st.floats(1, 10)),
 )
@@ -208,6 +209,7 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
         ("[optimizer]\neps = 0", "optimizer.eps is 0.0: at least 1e-37"),
         ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1 is 1.0: at least 0 and less than 1"),
         ("[optimizer]\nmin_lr = 1.5", "optimizer.min_lr is 1.5: a share of lr, so at most 1"),
+        ("[validate]\nevery = 0\npatience = 3", "validate.patience is 3, and validate.every 0, with which"),
         ("[data]\npaths = [1]", "data.paths is [1]: a list of strings"),
         ("[data]\nheld_out = 1.0", "data.held_out is 1.0: at least 0 and less than 1"),
         ("[model]\npreset = 'smal'", "there is no preset 'smal': did you mean 'small'?"),
@@ -273,7 +275,7 @@ OTHER: dict[str, Any] = {
     "mesh.pipeline": 2, "mesh.schedule": "gpipe",
     "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
     "compute.offload": "optimizer", "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1,
-    "checkpoint.every": 1, "checkpoint.minutes": 0.5,
+    "validate.patience": 1, "checkpoint.every": 1, "checkpoint.minutes": 0.5,
     "checkpoint.keep": 1, "watch.drift_every": 1, "watch.slow_ratio": 2.0,
 }  # fmt: skip
 
@@ -297,8 +299,8 @@ def test_the_list_of_what_may_change() -> None:
         "run", "ranks", "steps", "epochs", "data.folder",
         "strategy", "mesh.context", "mesh.tensor", "mesh.sequence", "mesh.pipeline", "mesh.schedule",
         "batch.micro", "compute.compile", "compute.recompute", "compute.offload",
-        "compute.bad_steps", "validate.every", "validate.tokens", "checkpoint.every", "checkpoint.minutes",
-        "checkpoint.keep",
+        "compute.bad_steps", "validate.every", "validate.tokens", "validate.patience",
+        "checkpoint.every", "checkpoint.minutes", "checkpoint.keep",
         "watch.drift_every", "watch.slow_ratio",
     }  # fmt: skip
     assert expected == MAY_CHANGE and expected < OTHER.keys()

@@ -26,7 +26,8 @@ from tests.checkpoint.crew import crew, state_of
 
 @pytest.mark.parametrize(("run", "word"), [("runs/my run", "runs/my run"), ("-x", "./-x"), ("/a/b", "/a/b")])
 def test_commands_can_be_copied(run: str, word: str) -> None:
-    session: Any = SimpleNamespace(folder=SimpleNamespace(path=Path(run)), config=TrainConfig(steps=3))
+    where = SimpleNamespace(path=Path(run))
+    session: Any = SimpleNamespace(folder=where, config=TrainConfig(steps=3), why_early="")
     commands = dict(next_commands(session, True))
     assert shlex.split(commands["next"]) == ["imece", "sample", word, "--prompt", "class Queue("]
     assert shlex.split(commands["longer"]) == ["imece", "train", "--run", word, "--steps", "6"]

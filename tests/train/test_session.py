@@ -40,6 +40,7 @@ EVERY_2 = CheckpointSection(every=2)
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """After 8 steps, of which the figures are known; others may be asked, and say the same."""
     monkeypatch.setattr(sessions, "together", lambda _, call: call())
+    monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine])
     made = Session.__new__(Session)
     made.mesh = mock.Mock(rank=0, world_size=1, device=CPU, size=lambda _: 1, coordinate=lambda _: 0)
     made.folder, made.config, made.alarms = mock.Mock(), TrainConfig(steps=100), deque()
@@ -118,6 +119,7 @@ def test_numbers_of_an_aborted_call_are_not_believed(
     """Which leaves anything in the GPU's memory: no number of tokens, and a signal that nobody got."""
     monkeypatch.setattr(ops, "all_gather", lambda out, *_, **__: out.fill_(math.nan))
     monkeypatch.setattr(ops, "all_reduce", lambda both, **_: both.zero_())
+    monkeypatch.setattr(ops, "broadcast", lambda both, **_: both)
     monkeypatch.setattr(loops, "evaluate", lambda *_, **__: (1.0, 2))
     recovery: Any = session.recovery
     recovery.member.aborting.check.side_effect = PeerLostError
@@ -340,7 +342,8 @@ def test_back_to_the_beginning(
     begun.assert_called_once_with(session.training_state, session.optimizers, session.config, session.model)
     assert session._counters() == {
         "done": 0, "first": 0, "skipped_steps": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,
-        "best_val_loss": None, "val_loss": (-1, None), "scaler": {}, "micro": 4, "text": "a text", "base": "",
+        "best_val_loss": None, "since_best": 0, "val_loss": (-1, None), "scaler": {}, "micro": 4,
+        "text": "a text", "base": "",
     }  # fmt: skip
     assert session.step.load_scaler.call_args.args[0]["scale"] == 65536.0  # type: ignore[attr-defined]
     assert list(session.alarms) == [f"back to the beginning, as nothing was saved yet{said}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def prune(folder: Path, step: int, keep: int, session: str) -> str | None:
     set aside; then this returns a line that says so, else None. Checkpoints that cannot be read are not
     touched: they may be of another version.
     """
-    found = _found(folder)
+    found = list(whole_checkpoints(folder))
     ours = [(path, manifest) for path, manifest in found if manifest.step <= step]
     kept = {path for path, _ in ours[:keep]}
     kept.update(path for path, _ in by_metric(ours)[:1])
@@ -151,7 +151,7 @@ def prune(folder: Path, step: int, keep: int, session: str) -> str | None:
 
 def what_stays(folder: Path) -> str:
     """Names what takes room there and stays, even if a new checkpoint needs room. OSError, UserError."""
-    found = _found(folder)
+    found = list(whole_checkpoints(folder))
     notes = {path.name: "" for path in sorted(folder.iterdir()) if not files.is_passing(path)}
     for path, _ in found[:1]:
         notes[path.name] += " (the newest)"
@@ -160,11 +160,11 @@ def what_stays(folder: Path) -> str:
     return ", ".join(name + note for name, note in notes.items())
 
 
-def _found(folder: Path) -> list[tuple[Path, Manifest]]:
+def whole_checkpoints(folder: Path) -> Iterator[tuple[Path, Manifest]]:
     """The checkpoints that look complete, the newest first."""
-    return [
-        (path, manifest) for _, path in files.step_folders(folder) if (manifest := glance(path)) is not None
-    ]
+    for _, path in files.step_folders(folder):
+        if (manifest := glance(path)) is not None:
+            yield path, manifest
 
 
 def by_metric(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:

@@ -67,6 +67,7 @@ _ELSEWHERE = {
         "--compute.dtype": "bf16 fp16 precision mixed-precision",
         "--compute.recompute": "gradient-checkpointing activation-checkpointing",
         "--validate.every": "eval-steps eval-interval val-check-interval",
+        "--validate.patience": "patience early-stopping-patience",
         "--checkpoint.every": "save-steps save-interval",
         "--checkpoint.keep": "save-total-limit save-top-k",
     }.items()
@@ -158,6 +159,11 @@ def _check_effects(words: Sequence[str], config: TrainConfig) -> None:
         raise UserError(
             f"--mesh.schedule {config.mesh.schedule} is for ranks to which layers are dealt: give "
             "--mesh.pipeline, 2 or more"
+        )
+    if config.validate.patience and not (config.data.held_out or config.data.validation):
+        raise UserError(
+            f"--validate.patience {config.validate.patience} has no effect beside data.held_out = 0, with "
+            "which nothing is validated: give one of them, or text with --data.validation"
         )
     if config.data.validation and "--data.held-out" in named:
         raise UserError(

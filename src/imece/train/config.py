@@ -341,10 +341,19 @@ class ValidateSection:
     """Steps between two validations; 0: only at the end."""
     tokens: int = 32_768
     """Tokens per validation, spread over the held-out part; 0: all."""
+    patience: int = 0
+    """End the run after this many validations in a row without a new lowest loss (early stopping), and keep
+    the checkpoint of each new lowest one until there is a lower one. 0: never."""
 
     def __post_init__(self) -> None:
         _least("validate.every", self.every, 0)
         _least("validate.tokens", self.tokens, 0, " tokens")
+        _least("validate.patience", self.patience, 0)
+        if self.patience and not self.every:
+            raise ValueError(
+                f"validate.patience is {self.patience}, and validate.every 0, with which nothing is "
+                "validated before the end: give one, such as 50"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from imece.checkpoint.commit import glance
-from imece.checkpoint.files import step_folders
+from imece.checkpoint.commit import by_metric, whole_checkpoints
 from imece.data.baselines import baselines, counted_in
 from imece.data_parallel.footprint import counted
 from imece.footprint import Footprint
@@ -49,6 +48,7 @@ def finish(session: Session, loop: Loop, watching: Watching) -> None:
         return
     _write(session, summary)
     rows = _rows(summary, saved)
+    rows[1:1] = _early(session)
     rows.append(("", _keep_plan(session, Footprint(**summary["memory"]))))
     sample = summary["sample"]
     watching.done(rows, sample and sample["text"], next_commands(session, saved, usable=sample is not None))
@@ -76,11 +76,11 @@ def is_finished(session: Session) -> bool:
     path = session.folder.path
     try:
         summary = json.loads((path / "summary.json").read_bytes())
-        made_from, early = summary["steps"], ENDED in summary
+        made_from, ended = summary["steps"], summary.get(ENDED, "")
         in_order = (path / "report.html").stat().st_mtime >= (path / "summary.json").stat().st_mtime
     except (OSError, ValueError, KeyError):
         return False
-    return in_order and not early and made_from == session.done == session.config.steps
+    return in_order and session.is_over and ended == session.why_early and made_from == session.done
 
 
 def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tuple[str, str]]:
@@ -99,6 +99,8 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
         return [report]
     config = session.config
     longer = f"--epochs {2 * config.epochs:g}" if config.epochs else f"--steps {2 * config.steps}"
+    if session.why_early:
+        longer = f"--validate.patience {2 * config.validate.patience}"
     prompt = "" if config.data.paths else ' --prompt "class Queue("'
     if config.data.format == "chat":
         prompt = ' --prompt "Hello"'
@@ -111,8 +113,22 @@ def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tu
 
 def newest_kept(session: Session) -> int | None:
     """The step of the newest checkpoint on the disk."""
-    whole = (step for step, folder in step_folders(session.folder.checkpoints) if glance(folder) is not None)
-    return next(whole, None)
+    return next((manifest.step for _, manifest in whole_checkpoints(session.folder.checkpoints)), None)
+
+
+def _early(session: Session) -> list[tuple[str, str]]:
+    """Of a run that validation has ended: why, and what it was for."""
+    if not session.why_early:
+        return []
+    rows = [("", f"ended before step {session.config.steps:,}: {session.why_early}")]
+    measured = by_metric(whole_checkpoints(session.folder.checkpoints))
+    if measured:
+        path, manifest = measured[0]
+        name = f"{session.folder.checkpoints.name}/{path.name}"
+        rows.append(
+            ("best", f"{name}, validation {manifest.metric:.3f}: imece sample, eval and export take it")
+        )
+    return rows
 
 
 def _figures(session: Session) -> dict[str, Any]:
@@ -131,6 +147,8 @@ def _figures(session: Session) -> dict[str, Any]:
 def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
     tokens = session.prepared.tokens
     summary = _figures(session) | {"sample": _sample(session, _prompt(session))}
+    if session.why_early:
+        summary[ENDED] = session.why_early
     if val_loss is not None and math.isfinite(val_loss):
         held_out = tokens.validation
         counted = len(held_out.tokens) if held_out.learned is None else held_out.learned_tokens

@@ -84,7 +84,7 @@ class Loop:
         if self._pending is not None:
             self._tell(self._pending)
         session.clock.lap()
-        while session.done < config.steps:
+        while not session.is_over:
             index = session.done
             rate = learning_rate(index, config.steps, config.optimizer)
             outcome = session.step.run(index, rate)
@@ -97,15 +97,16 @@ class Loop:
             moves_on = session.recovery is not None and session.recovery.border(
                 session.done, together.newest, together.anew
             )
-            last = session.done == config.steps
-            if last or _due(session.done, config.validate.every):
+            if session.is_over or _due(session.done, config.validate.every):
                 self._validate_now(record)
             session.step_judged()
             if outcome.skipped:
                 self._skipped(index, outcome, record)
             self._tell(record)
+            last = session.is_over  # a validation may have ended it
             ends = last or together.signal > 0
-            if ends or together.owes_save or _due(session.done, config.checkpoint.every):
+            owes = together.owes_save or session.owes_save
+            if ends or owes or _due(session.done, config.checkpoint.every):
                 # Before the checkpoint: a run that is killed and resumes from there would never have the
                 # record.
                 self._watching.tell()
@@ -134,9 +135,8 @@ class Loop:
             f"{session.done} ({recovered.seconds:.2f} s); {session.plan.describe()}"
         )
         owed = self._make_up()
-        config = session.config
-        last = session.done == config.steps
-        if owed or last or _due(session.done, config.checkpoint.every):
+        last = session.is_over
+        if owed or last or _due(session.done, session.config.checkpoint.every):
             self._save(last)
 
     def _save(self, ends: bool) -> bool:
@@ -170,7 +170,8 @@ class Loop:
             )
 
     def _make_up(self) -> bool:
-        """Report the step after which a rank died, by ranks that have its figures. All ranks call this.
+        """Report the step after which a rank died, by ranks that have its figures, and agree on the newest
+        validation. All ranks call this.
 
         Returns whether a save is still to be made.
         """
@@ -178,6 +179,7 @@ class Loop:
         mine = made if made is not None and made[0] == self._session.done else None
         _, outcome, rate = mine or (0, Outcome(0.0, 0, math.nan), math.nan)
         together = self._gather(outcome)
+        self._session.agree_on_validation()
         if together.tokens and self._session.counted < self._session.done:
             self._pending = self._record(outcome, together, rate)
         return together.owes_save
@@ -188,7 +190,7 @@ class Loop:
         self._watching.step(record, self._session.mesh.device.type == "cuda")
 
     def validate(self, most_tokens: int) -> float:
-        """Nats per token of the held-out part, over all ranks."""
+        """Nats per token of the held-out part, over all ranks, and the same on all of them."""
         session, group = self._session, self._session.mesh.data_group
         nats, tokens = evaluate(
             session.wrapped.module,
@@ -203,6 +205,8 @@ class Loop:
         )
         both = torch.tensor([nats, tokens], dtype=torch.float64, device=session.mesh.device)
         ops.all_reduce(both, group=group, label="validation loss")
+        # Ranks that compute the same parts of a model may round otherwise, and must not end at other steps.
+        ops.broadcast(both, group=session.mesh.world_group, label="validation loss of rank 0")
         total, count = both.tolist()
         self._check_came()
         return float(total / count)
@@ -337,9 +341,7 @@ class Loop:
             return
         began = time.perf_counter()
         val_loss = self.validate(session.config.validate.tokens)
-        if math.isfinite(val_loss):
-            session.best_val_loss = min(val_loss, session.best_val_loss or math.inf)
-            session.val_loss = session.done, val_loss
+        session.validated(val_loss)
         record["val_loss"] = val_loss
         record["val_s"] = time.perf_counter() - began
         session.clock.lap()

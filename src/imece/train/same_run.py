@@ -38,6 +38,7 @@ MAY_CHANGE = frozenset(
         "compute.bad_steps",
         "validate.every",
         "validate.tokens",
+        "validate.patience",
         "checkpoint.every",
         "checkpoint.minutes",
         "checkpoint.keep",

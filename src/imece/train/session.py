@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
 from imece.checkpoint.load import Saved
 from imece.checkpoint.save import Checkpoints
 from imece.checkpoint.training_state import TrainingState
+from imece.collectives.texts import gather_json
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare, reopen
 from imece.data_parallel.average import Over
@@ -23,6 +25,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharding.meta import is_meta
 from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
+from imece.listing import many
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import MovedOnError, Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
@@ -87,8 +90,9 @@ class Session:
     base: str = ""  # digest of the model beside adapters
     pipeline: Pipeline | None = None  # this rank has a part of it
     best_val_loss: float | None = None
+    since_best: int = 0  # validations since that one, of which none was lower
     val_loss: tuple[int, float | None] = (_NOTHING, None)  # (steps done, loss): decides which is the best
-    owes_save: bool = False  # a save was due after a skipped step, or was given up when ranks changed
+    owes_save: bool = False  # left out after a skipped step, given up when ranks changed, or for the best
     checkpoints: Checkpoints = field(init=False)  # on a rank that joins: from `begin` on
     recovery: Recovery | None = None  # None: the launcher does not replace ranks
 
@@ -192,6 +196,40 @@ class Session:
             with self.clock.phase("copy"):
                 self.recovery.finished(self.done)
 
+    def validated(self, loss: float) -> None:
+        """The newest step has this validation loss. With `patience`, a new lowest one is to be saved."""
+        finite = math.isfinite(loss)
+        self.val_loss = self.done, loss if finite else None
+        if self.skipped_steps:  # these weights were there before, and are not saved again
+            return
+        if finite and (self.best_val_loss is None or loss < self.best_val_loss):
+            self.best_val_loss, self.since_best = loss, 0
+            self.owes_save |= self.config.validate.patience > 0
+        else:
+            self.since_best += 1
+
+    @property
+    def why_early(self) -> str:
+        """Why the run is over before its last step; "" if it is not."""
+        validate = self.config.validate
+        if not 0 < validate.patience <= self.since_best or self.done >= self.config.steps:
+            return ""
+        lowest = "been finite" if self.best_val_loss is None else f"fallen below {self.best_val_loss:.3f}"
+        return f"the validation loss has not {lowest} in {many(self.since_best, 'validation')}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no step left to make."""
+        return self.done >= self.config.steps or bool(self.why_early)
+
+    def agree_on_validation(self) -> None:
+        """Some ranks may have died, or joined, while others had the newest validation already: all take what
+        the one that is furthest knows of it. All ranks call this."""
+        mine = [*self.val_loss, self.best_val_loss, self.since_best]
+        every = gather_json(mine, self.mesh.world_group, self.mesh.device, "newest validation")
+        step, loss, self.best_val_loss, self.since_best = max(every, key=lambda each: each[0])
+        self.val_loss = step, loss
+
     def step_judged(self) -> None:
         """All that will be known of the newest step is known; a rank that joins gets it, too."""
         if self.recovery is not None:
@@ -236,6 +274,7 @@ class Session:
             "seconds": self.seconds,
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
+            "since_best": self.since_best,
             "val_loss": self.val_loss,
             "scaler": self.step.scaler_state,
             "micro": self.plan.micro,
@@ -259,6 +298,7 @@ class Session:
         if state["done"] != self.recovery.member.steps:  # otherwise its own values may be newer
             self.counted, self.seconds, self.tokens = state["counted"], state["seconds"], state["tokens"]
             self.best_val_loss, self.val_loss = state["best_val_loss"], state["val_loss"]
+            self.since_best = state["since_best"]
         # Otherwise ranks would save and end at different steps.
         self.first, self.skipped_steps, self.bad_steps = (
             state[name] for name in ("first", "skipped_steps", "bad_steps")
@@ -297,7 +337,7 @@ class Session:
         if (scaler := self.precision.scaler()) is not None:
             self.step.load_scaler(scaler.state_dict())
         self.done = self.first = self.skipped_steps = self.bad_steps = self.counted = self.tokens = 0
-        self.seconds, self.best_val_loss, self.val_loss = 0.0, None, (_NOTHING, None)
+        self.seconds, self.best_val_loss, self.val_loss, self.since_best = 0.0, None, (_NOTHING, None), 0
 
     # Checkpoints.
 
@@ -350,6 +390,7 @@ class Session:
             "computed_with": computed_with(self.config),
             "counters": {"seconds": self.seconds, "tokens": self.tokens},
             "best_val_loss": self.best_val_loss,
+            "since_best": self.since_best,
             "scaler": self.step.scaler_state,
             METRIC_ON: self.prepared.tokens.identity,
             METRIC_OVER: self._metric_over,
@@ -374,6 +415,7 @@ class Session:
         self.done = self.counted = saved.step
         self.skipped_steps = self.bad_steps = 0
         self.best_val_loss, self.val_loss = saved.state["best_val_loss"], (saved.step, saved.metric)
+        self.since_best = saved.state.get("since_best", 0)  # older versions did not count
         text, over = self.prepared.tokens.identity, self._metric_over
         then = saved.state.get(METRIC_OVER, over)
         changed = ""
@@ -382,7 +424,7 @@ class Session:
         elif then != over:
             changed = f"validation reads {over:,} windows of {self.plan.seq} tokens now, not {then:,}:"
         if changed:
-            self.best_val_loss, self.val_loss = None, (_NOTHING, None)
+            self.best_val_loss, self.val_loss, self.since_best = None, (_NOTHING, None), 0
             if self.mesh.rank == 0:
                 self.alarms.append(f"{changed} validation losses do not compare with those before")
         self.seconds, self.tokens = saved.state["counters"]["seconds"], saved.state["counters"]["tokens"]

@@ -153,8 +153,7 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
         joined = session.begin()
         if joined is None and _is_finished(session):
             if mesh.rank == 0:
-                longer = "--epochs" if config.epochs else "--steps"
-                print(f"{folder.path} has its {session.config.steps} steps: a larger {longer} goes on")
+                print(f"{folder.path} {_finished(session)} goes on")
             return 0
         return _train(session, stop, joined)
 
@@ -165,6 +164,13 @@ def _is_finished(session: Session) -> bool:
     mesh = session.mesh
     mine = ["finished"] if mesh.rank == 0 and is_finished(session) else []
     return bool(gather_texts(mine, mesh.world_group, mesh.device, "whether the run is finished")[0])
+
+
+def _finished(session: Session) -> str:
+    if why := session.why_early:
+        return f"ended after step {session.done:,}, as {why}: a larger --validate.patience"
+    longer = "--epochs" if session.config.epochs else "--steps"
+    return f"has its {session.config.steps} steps: a larger {longer}"
 
 
 def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
