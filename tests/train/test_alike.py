@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+import imece
 from imece.cli.train import read_config
 from imece.errors import UserError
+from imece.train import alike
+from imece.train.alike import check_same_folder
 from imece.train.start import run_rank
 from imece.train.stopping import Stop
 from tests.ranks import run_ranks
@@ -75,3 +79,37 @@ def test_a_rank_that_is_not_like_the_others(tmp_path: Path) -> None:
         assert "on ranks 0, 1" in said and "on rank 2" in said and "\n" not in said
     assert all(each[:2] == ["leaves", 2] for rank in others for each in rank), others
     assert not any((tmp_path / f"run-{number}").exists() for number in range(len(cases)))
+
+
+def looks(mine: list[str]) -> list[Any]:
+    """[who raised, its message or exit status], and what is left in the folder."""
+    with contextlib.closing(imece.init()) as mesh, mock.patch.object(alike, "_LOOKS_S", 1.0):
+        folder = Path(mine[mesh.rank])
+        folder.mkdir(exist_ok=True)
+        imece.barrier()
+        try:
+            check_same_folder(folder, mesh)
+        except UserError as error:
+            found: list[Any] = ["says", str(error)]
+        except SystemExit as error:
+            found = ["leaves", error.code]
+        else:
+            found = ["trains", ""]
+        imece.barrier()  # rank 0 has put away what the others looked for
+        return [*found, *sorted(each.name for each in folder.iterdir())]
+
+
+def test_hosts_that_share_no_run_folder(tmp_path: Path) -> None:
+    """They are told before the first step, not when the first checkpoint has been waited for."""
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    assert run_ranks(looks, 2, args=([one, one],), backend=None, ranks_per_host=1) == [["trains", ""]] * 2
+    first, second = run_ranks(looks, 2, args=([one, other],), backend=None, ranks_per_host=1)
+    host = socket.gethostname()
+    assert first == ["leaves", 2] and second == [
+        "says",
+        f"{other} on {host} is another folder than on {host}: checkpoints need one that all hosts share, by "
+        "NFS say: name it with --run",
+    ]
+    assert run_ranks(looks, 2, args=([one, other],), backend=None) == [["trains", ""]] * 2, (
+        "one host is not asked"
+    )

@@ -31,7 +31,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
     """Runs one, without the others, until it opens its session."""
 
     def run(number: int, *, joining: bool = False) -> None:
-        mesh = SimpleNamespace(rank=number, world=SimpleNamespace(joining=joining))
+        mesh = SimpleNamespace(rank=number, world=SimpleNamespace(joining=joining), hosts=[[0, 1]])
         monkeypatch.setattr("imece.mesh.init", lambda axes, ranks: mesh)
         start.run_rank(TrainConfig(run=str(tmp_path / "run")), Stop())
 

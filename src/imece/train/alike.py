@@ -1,15 +1,21 @@
-"""Checks before the first step that all ranks have the same options, code and tokens."""
+"""Checks before the first step that all ranks have the same options, code, run folder and tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import secrets
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from imece.collectives.texts import gather_texts
 from imece.data.prepare import Prepared
 from imece.data_parallel.same import by_rank, texts_that_differ
 from imece.errors import UserError
@@ -21,6 +27,7 @@ from imece.train.config import TrainConfig, flat
 # Each host may keep its token files in its own place.
 _MAY_DIFFER = frozenset({"data.folder"})
 _MOST_SHOWN = 3
+_LOOKS_S = 30.0  # a file server's client may show an older state of a folder for so long
 
 
 def check_same_start(config: TrainConfig, mesh: Mesh) -> None:
@@ -29,6 +36,44 @@ def check_same_start(config: TrainConfig, mesh: Mesh) -> None:
     facts = {"torch": torch.__version__, "imece": version("imece"), "imece's source": _source_digest()}
     options = {name: value for name, value in flat(config).items() if name not in _MAY_DIFFER}
     _check(facts | options, mesh, "start all with the same options and the same installation")
+
+
+def check_same_folder(folder: Path, mesh: Mesh) -> None:
+    """Like check_same_start, for the run folder of ranks on several hosts, which there is where rank 0 is.
+
+    Without a common one no checkpoint would ever be complete: each save would wait for minutes, and say so.
+    """
+    if len(mesh.hosts) == 1:
+        return
+    mark, content = folder / f"host.{os.getpid()}.partial", secrets.token_hex(8)
+    try:
+        if mesh.rank == 0:
+            try:
+                mark.write_text(content)
+            except OSError:  # of a full disk the first save will tell
+                content = ""
+        mine = [mark.name, content, socket.gethostname()]
+        name, content, host = gather_texts(mine, mesh.world_group, mesh.device, "run folder")[0]
+        if content:
+            together(mesh, lambda: _look_for(folder, name, content, host))
+    finally:
+        if mesh.rank == 0:
+            with contextlib.suppress(OSError):
+                mark.unlink(missing_ok=True)
+
+
+def _look_for(folder: Path, name: str, content: str, host: str) -> None:
+    """UserError if rank 0's file, on `host`, is not to be seen here."""
+    until = time.monotonic() + _LOOKS_S
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            if (folder / name).read_text() == content:
+                return
+        time.sleep(0.1)
+    raise UserError(
+        f"{folder} on {socket.gethostname()} is another folder than on {host}: checkpoints need one that all "
+        f"hosts share, by NFS say: name it with --run"
+    )
 
 
 def check_same_tokens(prepared: Prepared, mesh: Mesh) -> None:

@@ -34,7 +34,7 @@ from imece.open_files import TRAIN, check_open_files
 from imece.train.adapters import check_libraries
 from imece.train.adapters import describe as describe_adapters
 from imece.train.agreeing import together
-from imece.train.alike import check_same_start
+from imece.train.alike import check_same_folder, check_same_start
 from imece.train.batch import plan_batch
 from imece.train.config import TrainConfig
 from imece.train.dividing import axes_of, check_divided, groups_of
@@ -148,6 +148,8 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
             first = mesh.rank == 0 and not mesh.world.joining
             begun = folder.begun(config, lock) if first else contextlib.nullcontext()
             together(mesh, lambda: until_open.enter_context(begun))
+            if not mesh.world.joining:
+                check_same_folder(folder.path, mesh)
             lock.join()
             session = Session.open(config, mesh)
         joined = session.begin()
