@@ -326,6 +326,17 @@ def half_adds_up_in_fp32(group: dist.ProcessGroup) -> None:
         assert set(held.parameter.grad.tolist()) == {(2 * first.sum() + last.sum()).item() / 4}
 
 
+def evaluates_before_and_after_precision(group: dist.ProcessGroup) -> None:
+    """Stages send bf16 where they sent fp32 before."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        pipeline = Pipeline(nn.Sequential(Sum(), Sum()), mesh, micro_batches=2, loss=F.mse_loss)
+        inputs, targets = torch.ones(4, 3, dtype=torch.bfloat16), torch.zeros(4, 3)
+        assert pipeline.evaluate(inputs, targets).item() == 1.0
+        precision = imece.MixedPrecision(torch.bfloat16, torch.float32)
+        parallelize(pipeline.part, optimizer_of, "zero1", mesh, precision=precision)
+        assert pipeline.evaluate(inputs, targets).item() == 1.0
+
+
 # Schedules, batches and memory.
 
 
@@ -492,6 +503,7 @@ CHECKS: dict[str, Check] = {
             shared_parameters_begin_equal,
             steps_add_up,
             half_adds_up_in_fp32,
+            evaluates_before_and_after_precision,
             keeps_activations_of,
             batches_of_other_sizes,
             autocast_is_foreseen,

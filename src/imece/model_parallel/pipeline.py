@@ -282,6 +282,7 @@ class Pipeline:
 
     def _take(self, wrapper: nn.Module) -> None:
         self._wrapper = wrapper
+        self._schedule_for.cache_clear()  # of an evaluation before, in the dtypes before a MixedPrecision
 
     def _check_wrapped(self) -> None:
         if self._wrapper is None and self.mesh.data_group.size() > 1:
