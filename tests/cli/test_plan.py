@@ -290,6 +290,17 @@ def test_the_usual_sequence_is_no_longer_than_the_models_positions(tmp_path: Pat
     assert question_of(PlanOptions(files[0][0], gpus="8xH100", seq=8192)).seq == 8192  # scaled positions
 
 
+def test_a_sequence_beyond_what_the_file_names_is_noted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps(_QWEN_MIXTURE | {"max_position_embeddings": 2048}))
+    argv = [str(path), "--gpus", "8xA100-80", "--global-batch", "64", "--seq"]
+    (note,) = (each for each in found(capsys, *argv, "8192")["notes"] if "--seq" in each)
+    assert note.startswith("--seq 8192: some was made for 2,048 tokens, says its file")
+    assert "--seq" not in " ".join(found(capsys, *argv, "2048")["notes"])
+
+
 def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
     for argv, (arguments, said) in CALLS.items():

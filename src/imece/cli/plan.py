@@ -152,6 +152,12 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
     if answer.question.precision.fp8:
         notes = (*notes, "FP8 in the layers' products alone; MFU is told of the peak in bf16")
+    if 0 < (most := answer.question.model.made_for) < (seq := answer.question.seq):
+        notes = (
+            *notes,
+            f"--seq {seq}: {answer.question.model.name} was made for {most:,} tokens, says its file; beyond "
+            "that it is of use only with its rotary positions scaled, and trained so",
+        )
     if experts := answer.question.model.experts:
         each = answer.question.model.active_experts
         notes = (
