@@ -115,6 +115,7 @@ def test_mpi_on_several_hosts_needs_an_address() -> None:
     [
         (without(TORCHRUN, "WORLD_SIZE"), ["has RANK", "not WORLD_SIZE"]),
         (without(TORCHRUN, "RANK"), ["has WORLD_SIZE", "not RANK"]),
+        ({**TORCHRUN, "WORLD_SIZE": "32768"}, ["WORLD_SIZE='32768'", "from 1 to 32767"]),
         (without(TORCHRUN, "LOCAL_RANK"), ["LOCAL_RANK"]),
         (without(TORCHRUN, "MASTER_ADDR"), ["MASTER_ADDR"]),
         (without(TORCHRUN, "MASTER_PORT"), ["MASTER_PORT"]),

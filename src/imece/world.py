@@ -31,7 +31,9 @@ BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 """The values that IMECE_BACKEND may have: imece's "shm" and torch's backends."""
 SCHEDULE = "IMECE_SCHEDULE"
 """The environment variable with a schedule for every collective that knows it (collectives/auto.py)."""
-_MOST_RANKS = 1_000_000
+MOST_RANKS = 32_767
+"""Of a job: what ranks tell each other of a call, and record of it, has 15 bits for a rank."""
+_MOST = 1_000_000  # members, which are counted on as they are replaced, and hosts
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000
 # Step ids that SLURM gives to batch scripts, interactive shells and the like start here.
@@ -203,7 +205,7 @@ def first_host(nodelist: str) -> str:
     return str(name) + (number or "") + (rest or "")
 
 
-def _number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MOST_RANKS) -> int:
+def _number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MOST) -> int:
     text = environ[name].strip()
     if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise UserError(f"{name}={environ[name]!r} in the environment is not a number from {least} to {most}")
@@ -225,7 +227,7 @@ def _claim(
     claim = _Claim(
         launcher,
         rank=_number(environ, rank),
-        world_size=_number(environ, size, least=1),
+        world_size=_number(environ, size, least=1, most=MOST_RANKS),
         local_rank=_number(environ, local_rank),
         local_world_size=_number(environ, local_size, least=1),
         said_in=size,

@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from imece.cli import launch_options
 from imece.collectives import fingerprint as fp
+from imece.collectives.recording import BODY
+from imece.world import MOST_RANKS
 
 TORCH_DTYPES = [dtype for dtype in fp.DTYPE_CODES if dtype is not None]
 
@@ -27,6 +30,13 @@ def test_unpack_returns_what_was_packed(
     packed = fp.pack(op, reduce_op, dtype, numel, root)
     assert 0 <= packed < 2**63
     assert fp.unpack(packed) == (op, reduce_op, str(dtype).removeprefix("torch."), root, numel)
+
+
+def test_every_rank_of_the_largest_job_has_its_own_fingerprint_and_record() -> None:
+    last = MOST_RANKS - 1
+    assert fp.unpack(fp.pack("broadcast", "", torch.float32, 1, last)).root == last == fp.MAX_ROOT
+    assert BODY.unpack(BODY.pack(0, 0, 0, 0, 0, last, *[0] * 6, b""))[5] == last
+    assert launch_options.MOST_RANKS <= MOST_RANKS
 
 
 def test_each_field_alone_changes_the_fingerprint() -> None:

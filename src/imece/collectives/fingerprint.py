@@ -1,7 +1,7 @@
 """What a collective is, in 64 bits: two ranks that disagree find out before a byte of data is summed.
 
-    bit 63    59        55       50            38                                    0
-        | op 5 | reduce 4 | dtype 5 | root + 1 12 |              numel 38              |
+    bit 63    59        55       50            35                                    0
+        | op 5 | reduce 4 | dtype 5 | root + 1 15 |              numel 35              |
 
 Code 0 of every field means "none" (a barrier has no dtype, an all_reduce no root). Operation codes stay
 below 16, so a packed fingerprint is also a non-negative int64 and fits a torch tensor. The tables are part
@@ -26,9 +26,9 @@ DTYPES: tuple[str, ...] = (
     "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "other",
 )  # fmt: skip
 
-MAX_NUMEL = (1 << 38) - 1
-MAX_ROOT = (1 << 12) - 2
-_OP_SHIFT, _REDUCE_SHIFT, _DTYPE_SHIFT, _ROOT_SHIFT = 59, 55, 50, 38
+MAX_NUMEL = (1 << 35) - 1
+MAX_ROOT = (1 << 15) - 2
+_OP_SHIFT, _REDUCE_SHIFT, _DTYPE_SHIFT, _ROOT_SHIFT = 59, 55, 50, 35
 
 # Shifted once here, so that pack() is four dict look-ups and no arithmetic on codes.
 _OP_BITS = {name: code << _OP_SHIFT for code, name in enumerate(OPS)}
@@ -65,14 +65,14 @@ class Fields(NamedTuple):
 def pack(op: str, reduce_op: str, dtype: torch.dtype | None, numel: int, root_or_peer: int = -1) -> int:
     """The fingerprint of one call, a non-negative int below 2**63.
 
-    KeyError for an unknown operation. A numel above MAX_NUMEL or a root above MAX_ROOT wraps around and is
-    compared in its low bits only; both are far beyond one machine's memory or one job's ranks.
+    KeyError for an unknown operation. A numel above MAX_NUMEL wraps around and is compared in its low bits
+    only. No root is above MAX_ROOT: world.py admits no more ranks.
     """
     return (
         _OP_BITS[op]
         | _REDUCE_BITS[reduce_op]
         | _DTYPE_BITS.get(dtype, _OTHER_DTYPE)
-        | ((root_or_peer + 1) & 0xFFF) << _ROOT_SHIFT
+        | (root_or_peer + 1) << _ROOT_SHIFT
         | (numel & MAX_NUMEL)
     )
 
@@ -87,7 +87,7 @@ def unpack(fingerprint: int) -> Fields:
         op=name(OPS, fingerprint >> _OP_SHIFT & 0x1F),
         reduce_op=name(REDUCE_OPS, fingerprint >> _REDUCE_SHIFT & 0xF),
         dtype=name(DTYPES, fingerprint >> _DTYPE_SHIFT & 0x1F),
-        root=(fingerprint >> _ROOT_SHIFT & 0xFFF) - 1,
+        root=(fingerprint >> _ROOT_SHIFT & 0x7FFF) - 1,
         numel=fingerprint & MAX_NUMEL,
     )
 
