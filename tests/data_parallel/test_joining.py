@@ -272,6 +272,21 @@ def with_a_hook(group: dist.ProcessGroup) -> None:
     uneven_steps(model, group)
 
 
+def ranks_that_ended_hear_who_is_not_finite(group: dist.ProcessGroup) -> None:
+    """All ranks ask each other who brought it, those without inputs too."""
+    model = wrap(group, check_finite=True)
+    steps = lengths(group.size())
+    last = group.size() - 1
+    with model.join():
+        for step in range(steps[dist.get_rank()]):
+            model.zero_grad()
+            model(own(step) * (torch.nan if step == steps[last] - 2 else 1.0)).backward()
+            brought = {last: ["layers.0.weight", "layers.1.weight"]} if step == steps[last] - 2 else {}
+            found = {rank: sorted(names) for rank, names in model.nonfinite.items()}
+            assert found == brought, f"step {step}: {found}"
+    plain_steps(model, group)
+
+
 def with_a_static_graph(group: dist.ProcessGroup) -> None:
     """The first backward, in which the graph is learnt, is without some ranks."""
     uneven_steps(wrap(group, static_graph=True), group)
@@ -319,6 +334,7 @@ CHECKS: dict[str, Check] = {
     "evaluating inside": evaluating_inside,
     "two models": two_models,
     "with a hook": with_a_hook,
+    "who is not finite": ranks_that_ended_hear_who_is_not_finite,
     "with a static graph": with_a_static_graph,
     "with a synchronised batch norm": with_a_synchronised_batch_norm,
     "drift after it": drift_is_noticed_after_it,

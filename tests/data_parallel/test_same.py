@@ -357,6 +357,29 @@ def finite_in_an_accumulation(group: dist.ProcessGroup) -> None:
     assert set(model.nonfinite) == {1} and "0.weight" in model.nonfinite[1]
 
 
+def finite_after_a_backward_that_raised(group: dist.ProcessGroup) -> None:
+    """What was found in it went with it: the next finding names only who brought that."""
+    module: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = DistributedDataParallel(module, process_group=group, check_finite=True, bucket_cap_mb=20 / 2**20)
+    rank = dist.get_rank()
+
+    def broken(_: torch.Tensor) -> None:
+        raise ValueError("broken")
+
+    for _ in range(2):  # the first backward that is over lays out the buckets anew
+        handles = [module[0].weight.register_hook(broken)]
+        if rank == 0:
+            handles.append(module[1].bias.register_hook(lambda grad: grad * float("nan")))
+        with pytest.raises(ValueError, match="broken"):
+            model(torch.ones(2, 3)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+        model(torch.full((2, 3), float("inf") if rank == 1 else 1.0)).sum().backward()
+        assert set(model.nonfinite) == {1}, model.nonfinite
+        model.zero_grad()
+
+
 def finite_is_off_unless_asked_for(group: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
     model(torch.full((1, 2), float("nan"))).sum().backward()
@@ -395,6 +418,7 @@ CHECKS: dict[str, Check] = (
         "equal NaNs": equal_nans_are_the_same,
         "not finite": names_who_brought_it,
         "not finite in an accumulation": finite_in_an_accumulation,
+        "not finite after one that raised": finite_after_a_backward_that_raised,
         "finite is off": finite_is_off_unless_asked_for,
         "ranks of the world": names_ranks_of_the_world,
     }

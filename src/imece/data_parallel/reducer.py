@@ -456,8 +456,6 @@ class Reducer:
         self._fired[:] = self._touched[:] = self._zeros
         while self.awaited:
             self.awaited.pop().wait()
-        if self.leaving.finite is not None:
-            self.leaving.finite.judge(self.buckets)
         in_backward.step(self.stepping)
         if watch is not None:
             watch.ended()
@@ -507,7 +505,10 @@ class Reducer:
         if self.leaving.hook is not None:
             self._exchange_used()
         self.sums += 1
-        return self._used.wait(read=read)
+        told = self._used.wait(read=read)
+        if self.leaving.finite is not None:  # before a rank adds what it alone may have kept
+            self.leaving.finite.judge(self.buckets)
+        return told
 
     def _exchange_used(self) -> None:
         if self._learning or not self.static_graph:  # otherwise it is known

@@ -19,6 +19,10 @@ class Finite:
         """After a backward: names of parameters whose gradient was not finite, by the rank that
         brought it."""
 
+    def begin(self) -> None:
+        """A backward begins: what was found in one that raised went with it."""
+        self._found = []
+
     def look(self, bucket: Bucket) -> None:
         """Before the sum: one pass over the bucket, and over its parameters only if something is wrong."""
         if not bool(torch.isfinite(bucket.buffer.sum())):
@@ -26,10 +30,11 @@ class Finite:
             self._found += names
 
     def judge(self, buckets: list[Bucket]) -> None:
-        """After the sum, which is equal on all ranks: so either all of them ask each other, or none does."""
-        found, self._found, self.brought = self._found, [], {}
+        """After the sum, which is equal on all ranks, on those without inputs too: so either all of them ask
+        each other, or none does."""
+        self.brought = {}
         if all(bool(torch.isfinite(bucket.buffer.sum())) for bucket in buckets):
             return
         label = "ranks with a gradient that is not finite"
-        texts = gather_texts(found, self._group, buckets[0].flat.device, label)
+        texts = gather_texts(self._found, self._group, buckets[0].flat.device, label)
         self.brought = {rank: names for rank, names in of_ranks(self._group, texts).items() if names}

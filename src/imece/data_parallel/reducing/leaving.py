@@ -69,6 +69,8 @@ class Leaving:
         """A backward begins: nothing has left yet."""
         self._next, self.ending, self.gone = 0, False, set()
         self._posted.clear()
+        if self.finite is not None:
+            self.finite.begin()
 
     def attach(self, bucket: Bucket) -> None:
         """Give memory to a bucket that has none: that of the oldest sum under way, if enough are."""
