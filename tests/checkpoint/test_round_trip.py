@@ -230,7 +230,7 @@ def _nested(levels: int) -> Any:
     [
         (1, None, None, "state: a dict, not a NoneType"),
         (1, [1, 2], None, "state: a dict, not a list"),
-        (1, {"a": {3: [0, object()]}}, None, "state['a'][3][1]: a object is not JSON serializable"),
+        (1, {"a": {3: [0, object()]}}, None, "state['a'][3][1]: an object is not JSON serializable"),
         (1, {"a": torch.ones(1).to_sparse()}, None, "state['a']: a Tensor is not JSON serializable"),
         (
             1,
@@ -269,7 +269,7 @@ def test_a_refusal_on_one_rank_costs_that_save_only(tmp_path: Path, refusing: in
         assert [checkpoints.finish() for checkpoints in ranks.ranks] == [False, False]
         assert time.monotonic() - began < 10, "and not until time is up"
         (line,) = ranks.alarms[1 - refusing]
-        assert "step 2 was not saved: " in line and "rank_state: a object is not JSON" in line
+        assert "step 2 was not saved: " in line and "rank_state: an object is not JSON" in line
         assert not ranks.alarms[refusing]
         assert ranks.save(2, state_of(2)), ranks.alarms
 

@@ -94,7 +94,7 @@ def test_comments_and_last_commas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", None, r"a.json: cannot be read \(No such file or directory\)"),
+        ("a.json", None, r"a.json: cannot be read \(No such file or directory\): name a file of DeepSpeed's"),
         ("a.json", "{", r"a.json: not JSON \(.*\); Accelerate's other format ends in .yaml"),
         ("a.json", "[" * 100_000, r"a.json: not JSON"),
         ("a.json", '{"bf16": {"a": 1, "a": 2}}', "a.json: a is there twice, as 1 and as 2: take one out"),

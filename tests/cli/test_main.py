@@ -68,6 +68,7 @@ def test_help_and_version() -> None:
         ("xyzzy", "the commands are train"),
         ("launch", "how many ranks?"),
         ("launch script.py", "imece launch --ranks 2 script.py"),
+        ("launch 4 script.py", "For 4: imece launch --ranks 4 script.py"),
         ("launch --ranks 2", "no script"),
         ("launch --ranks 1 --nproc-per-node 2 x.py", "--ranks 1 and --nproc-per-node 2: how many ranks?"),
         ("launch -n 2 --ranks 3 x.py", "-n 2 and --ranks 3: how many ranks?"),

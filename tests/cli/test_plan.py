@@ -642,7 +642,7 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 8xH100 --network tokenring", "is unknown: there are infiniband-ndr"),
         ("gpt-3-175b --gpus 1024xH100 --seq 4096", "gpt-3-175b has learned positions for 2,048 tokens"),
         ("1B --gpus 8xV100 --precision autocast", "V100 has no bf16: say fp16 or fp32"),
-        ("7B --gpus 8xH100 --hardware none.toml", "No such file"),
+        ("7B --gpus 8xH100 --hardware none.toml", "(No such file or directory): name a TOML file with [gpu]"),
         ("7B --gpus 4xH100 --global-batch 30 --micro-batch 4", "the nearest are 16 and 32"),
         ("7B --gpus 8xH100 --strategy hybrid", "there is one host: use zero3"),
         ("7B --gpus 8xH100 --strategy zero9", "--strategy 'zero9': one of auto,"),

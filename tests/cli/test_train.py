@@ -416,6 +416,9 @@ def test_files_that_are_none(
     for name in ("notes", "Book.TXT"):
         assert mistake(name) == f"{name} is no config file: to train on it say imece train --data {name}"
     assert mistake("a b") == "a b is no config file: to go on with this run say imece train --run 'a b'"
+    os.mkfifo("pipe")
+    for name in ("pipe", "/dev/zero"):
+        assert mistake(name).startswith(f"{name}: neither a file nor a folder")
     assert mistake("x" * 300).endswith("cannot be read (File name too long): name a TOML file, or none")
 
 

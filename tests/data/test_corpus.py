@@ -142,7 +142,7 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> No
         ("a.jsonl", b"[1]", ["a.jsonl:1", "list", "'text'"]),
         ("a.jsonl", b'{"body": "x", "n": 2}', ["a.jsonl:1", "no field 'text'", "'body', 'n'"]),
         ("a.jsonl", b"{}", ["a.jsonl:1", "no field 'text'", "none at all"]),
-        ("a.jsonl", b'{"text": 3}', ["a.jsonl:1", "holds a int"]),
+        ("a.jsonl", b'{"text": 3}', ["a.jsonl:1", "holds an int"]),
         ("a.jsonl", b'{"text": "\\ud800"}', ["a.jsonl:1", "half a surrogate pair"]),
     ],
 )

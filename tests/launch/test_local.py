@@ -41,6 +41,19 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
+def test_a_script_that_may_not_be_read_starts_no_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('began')")
+    script.chmod(0)
+    may_read_all = "-dac_override,-dac_read_search"
+    as_others = ["setpriv", f"--bounding-set={may_read_all}"] if os.geteuid() == 0 else []
+    command = [*as_others, sys.executable, "-m", "imece", "launch", "--ranks", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    said = f"imece: cannot read the script {str(script)!r}: chmod +r it, or start this as its owner\n"
+    assert ended.stderr == said
+
+
 def test_ranks_beyond_the_soft_limit_of_open_files(script: Script) -> None:
     """As shells give it, a launcher of 128 ranks would need more: for pipes, and connections to its store."""
     text = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"

@@ -42,8 +42,13 @@ class Mesh:
         ((5, NETWORK, SCHEDULER), {}, TypeError, "a StepLR is no optimizer"),
         ((5, NETWORK, [SGD, None]), {}, TypeError, "a NoneType is no optimizer"),
         ((5, NETWORK, []), {}, ValueError, "there is no optimizer: give all that step the model"),
-        ((5, NETWORK, SGD), {"also": SCHEDULER}, TypeError, r"also=StepLR: give a list, also=\[scheduler\]"),
-        ((5, NETWORK, SGD), {"also": [SCHEDULER, 7]}, TypeError, r"also\[1\], a int, has no state_dict"),
+        (
+            (5, NETWORK, SGD),
+            {"also": SCHEDULER},
+            TypeError,
+            r"also is a StepLR: give a list, also=\[scheduler\]",
+        ),
+        ((5, NETWORK, SGD), {"also": [SCHEDULER, 7]}, TypeError, r"also\[1\], an int, has no state_dict"),
         (
             (5, NETWORK, SGD),
             {"also": [LARGE]},

@@ -449,7 +449,7 @@ def test_what_code_makes_is_read_off_its_tensors(tmp_path: Path) -> None:
     assert (made.name, made.parameters) == ("mine:make", PRESETS["small"].parameter_count)
     for function, says in (
         ("none", "has no function 'none'"), ("bad", "failed on the meta device"),
-        ("number", "returned a int"), ("line", "has no nn.Embedding"),
+        ("number", "returned an int"), ("line", "has no nn.Embedding"),
         ("leaves", r"failed on the meta device: SystemExit\(3\)"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=says):

@@ -10,6 +10,7 @@ import torch
 
 from imece.checkpoint.manifest import DTYPE_NAMES, Kind, Piece, in_order
 from imece.data_parallel.same import is_made_of_others
+from imece.listing import kind_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ def kinds(tensors: Tensors) -> dict[str, Kind]:
         tensor = value.tensor if isinstance(value, Slice) else value
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"tensor {name!r} is a {type(tensor).__name__}: hand in tensors and slices, and numbers, "
+                f"tensor {name!r} is {kind_of(tensor)}: hand in tensors and slices, and numbers, "
                 "texts and dicts in the state"
             )
         if is_made_of_others(tensor):
             raise ValueError(
-                f"tensor {name!r} is a {type(tensor).__name__}, which is made of others: hand in these, each "
+                f"tensor {name!r} is {kind_of(tensor)}, which is made of others: hand in these, each "
                 "by a name of its own"
             )
         if name == "__metadata__":

@@ -26,6 +26,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.block_wise import elements_per
 from imece.data_parallel.sharding.stepped import SteppedParts
+from imece.listing import kind_of
 from imece.model_parallel.divided import divided_parameters
 
 _LABEL = "an optimizer's full state"
@@ -47,7 +48,7 @@ def full_optimizer_state(model: DistributedDataParallel, optimizer: Optimizer) -
     kind = type(optimizer).__name__
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"full_optimizer_state: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
+            f"full_optimizer_state: {kind_of(model)} is not wrapped: give what imece.parallelize or "
             "imece.DistributedDataParallel returned"
         )
     if not isinstance(optimizer, Optimizer):

@@ -24,6 +24,7 @@ from imece.checkpoint.meeting import NotSavedError, Stop
 from imece.checkpoint.states import as_json, from_json
 from imece.checkpoint.writer import Content, Request, Writer, why_of
 from imece.errors import PeerLostError, UserError
+from imece.listing import kind_of
 from imece.writing import try_folder
 
 _worlds = 0  # number of worlds that the mesh has had
@@ -219,9 +220,7 @@ class Checkpoints:
     ) -> Content:
         """A copy of all that this rank has to save. NotSavedError if there is no memory for it."""
         if not isinstance(state, dict):
-            raise TypeError(
-                f"state: a dict, not a {type(state).__name__}; {{}} if there is nothing to hand in"
-            )
+            raise TypeError(f"state: a dict, not {kind_of(state)}; {{}} if there is nothing to hand in")
         kinds = deal.kinds(tensors)
         pieces = deal.deal(tensors, kinds, self._rank, self._world_size)
         now = {

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from imece.listing import kind_of
+
 _KIND = "imece/kind"
 _KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "dict": dict,
@@ -78,7 +80,7 @@ def _as_json(value: Any, name: str, deepest: int) -> Any:
         return _of_bytes("tensor", dtype, value.shape, raw, name)
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         return _of_bytes("array", value.dtype.str, value.shape, np.asarray(value), name)
-    raise TypeError(f"{name}: a {type(value).__name__} is not JSON serializable")
+    raise TypeError(f"{name}: {kind_of(value)} is not JSON serializable")
 
 
 def _of_bytes(kind: str, dtype: str, shape: Sequence[int], raw: Any, name: str) -> Any:

@@ -41,7 +41,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
 from imece.errors import UserError
-from imece.listing import some
+from imece.listing import kind_of, some
 from imece.model_parallel.divided import divided_parameters
 
 _STATE = "state"
@@ -74,7 +74,7 @@ class TrainingState:
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
-                f"TrainingState: a {type(model).__name__} is not wrapped: give what imece.parallelize or "
+                f"TrainingState: {kind_of(model)} is not wrapped: give what imece.parallelize or "
                 "imece.DistributedDataParallel returned"
             )
         self._place = place_of(model)
@@ -200,7 +200,7 @@ class TrainingState:
         """
         if isinstance(saved, str | Path):
             raise TypeError(
-                f"TrainingState.load: a {type(saved).__name__} is no checkpoint: open it, as newest(folder, "
+                f"TrainingState.load: {kind_of(saved)} is no checkpoint: open it, as newest(folder, "
                 "damaged=print) or open_checkpoint(folder) do"
             )
         saved = as_part(saved, self._model.module)

@@ -78,8 +78,10 @@ def read(
     if typed <= known - {*_RANKS}:
         late = [word for word in command[1:] if word.partition("=")[0] in _RANKS]
         order = f" {late[0]} stands behind the script, so it is the script's." if late else ""
-        line = command[0] if late else " ".join(command) or "script.py"
-        raise UserError(f"how many ranks?{order} For two: {prog} --ranks 2 {line}")
+        number, *rest = command if command and command[0].isdecimal() else ["2", *command]
+        line = command[0] if late else " ".join(rest) or "script.py"
+        so_many = "two" if number == "2" else number
+        raise UserError(f"how many ranks?{order} For {so_many}: {prog} --ranks {number} {line}")
     options = parse(kind, own, prog, description, operands="SCRIPT [its arguments]")
     if not command:
         raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
@@ -193,6 +195,8 @@ def _program(command: Sequence[str], options: LaunchOptions) -> list[str]:
         raise UserError(f"{name!r} is a folder without a __main__.py: name a script in it")
     if not name or not _script_exists(Path(name)):
         raise UserError(f"there is no script {name!r} in {os.getcwd()}")
+    if not os.access(name, os.R_OK):
+        raise UserError(f"cannot read the script {name!r}: chmod +r it, or start this as its owner")
     return [sys.executable, name, *arguments]
 
 

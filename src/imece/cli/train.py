@@ -119,6 +119,8 @@ def read_config(words: list[str]) -> TrainConfig:
         is_run = os.path.lexists(RunFolder(file).config_file)
         how = f"to go on with this run say {PROG} --run" if is_run else f"to train on it say {PROG} --data"
         raise UserError(f"{file} is no config file: {how} {as_argument(file)}")
+    if file is not None and os.path.exists(file) and not os.path.isfile(file):  # it would be read for ever
+        raise UserError(f"{file}: neither a file nor a folder: copy its content to a file and name that")
     check_named(words, _NAMING)
     try:
         config = parse(

@@ -34,6 +34,7 @@ from imece.data.records import (
 )
 from imece.data.tokenizer import CONFIG, Tokenizer, load_tokenizer
 from imece.errors import UserError
+from imece.listing import kind_of
 
 TEMPLATE = "chat_template.jinja"
 _TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -173,9 +174,8 @@ class Chats(Reading):
         if value is None:
             return []
         if not isinstance(value, list):
-            kind = type(value).__name__
             raise UserError(
-                f"{where}: field {self.field!r} holds a {kind}, not a list of messages: name another"
+                f"{where}: field {self.field!r} holds {kind_of(value)}, not a list of messages: name another"
             )
         return [self._message(each, f"{where}: message {place}") for place, each in enumerate(value, start=1)]
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from imece.errors import UserError
+from imece.listing import kind_of
 
 if TYPE_CHECKING:  # it learns from documents, and so imports this module
     from imece.data.tokenizer import Ids, Spans, Tokenizer
@@ -163,7 +164,7 @@ def string(value: object, field: str, where: str) -> str:
     """The string in a field; null counts as an empty one. UserError for anything else."""
     text = "" if value is None else value
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not a string: name another")
+        raise UserError(f"{where}: field {field!r} holds {kind_of(text)}, not a string: name another")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -30,6 +30,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 from imece import mesh as meshes
 from imece.errors import UserError
+from imece.listing import kind_of
 
 Uneven = Literal["pad", "drop", "keep"]
 UNEVEN: tuple[Uneven, ...] = ("pad", "drop", "keep")
@@ -89,7 +90,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """
         if not isinstance(dataset, Sized):
             raise TypeError(
-                f"a {type(dataset).__name__} has no __len__, so its samples cannot be divided among ranks: "
+                f"{kind_of(dataset)} has no __len__, so its samples cannot be divided among ranks: "
                 "an IterableDataset must divide itself"
             )
         num_replicas, rank = _place(num_replicas, rank)

@@ -30,6 +30,7 @@ from imece.data_parallel.sharding.units import Wanted
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.device import home_among
 from imece.footprint import OFFLOADS
+from imece.listing import kind_of
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part
 
@@ -165,10 +166,10 @@ def parallelize(
 def _refuse_wrapped(model: nn.Module) -> None:
     """ValueError for a model that something else synchronises already; TypeError for what is no model."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a {type(model).__name__} is no model: imece.parallelize(model, optimizer, ...)")
+        raise TypeError(f"{kind_of(model)} is no model: imece.parallelize(model, optimizer, ...)")
     if isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ValueError(
-            f"the model is a {type(model).__name__} already: give imece.parallelize the model in it, with an "
+            f"the model is {kind_of(model)} already: give imece.parallelize the model in it, with an "
             f"optimizer that was made of that model's parameters"
         )
 
@@ -181,7 +182,7 @@ def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
     for each in made if isinstance(made, Sequence) else [made]:
         if not isinstance(each, Optimizer):
             raise TypeError(
-                f"a {type(each).__name__} is no optimizer: give one of torch's, a list of them, or a "
+                f"{kind_of(each)} is no optimizer: give one of torch's, a list of them, or a "
                 f"function that makes one of parameters"
             )
     return made

@@ -174,7 +174,9 @@ def text_of(path: Path, where: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"{where}: cannot be read ({error.strerror}): name a file of DeepSpeed's or Accelerate's"
+        ) from None
     except UnicodeDecodeError:
         raise UserError(f"{where}: not a text file") from None
 

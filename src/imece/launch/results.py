@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from imece.listing import kind_of
+
 _LENGTH_BYTES = 8
 
 
@@ -56,7 +58,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 def _refuse(value: object) -> object:
     raise TypeError(
-        f"a rank's function returned a {type(value).__name__}; return None, numbers, strings, dense tensors, "
+        f"a rank's function returned {kind_of(value)}; return None, numbers, strings, dense tensors, "
         "or lists, tuples and dicts (with str keys) of these"
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece.data_parallel.replicate import DistributedDataParallel
+from imece.listing import kind_of
 
 
 def check_range(total: int, start: int) -> None:
@@ -28,11 +29,11 @@ def check_model(model: Any, can_change: bool) -> None:
     if not isinstance(model, nn.Module):
         several = "; several are one nn.Module, wrapped once" if isinstance(model, list | tuple) else ""
         raise TypeError(
-            f"imece.steps: a {_kind(model)} is no model: imece.steps(total, model, optimizer){several}"
+            f"imece.steps: {kind_of(model)} is no model: imece.steps(total, model, optimizer){several}"
         )
     if can_change and not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"imece.steps: a {_kind(model)} is not wrapped: model, optimizer = imece.parallelize(model, "
+            f"imece.steps: {kind_of(model)} is not wrapped: model, optimizer = imece.parallelize(model, "
             "optimizer)"
         )
 
@@ -42,7 +43,7 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
-            raise TypeError(f"imece.steps: a {_kind(each)} is no optimizer: give one, or a list of them")
+            raise TypeError(f"imece.steps: {kind_of(each)} is no optimizer: give one, or a list of them")
     if not optimizers:
         raise ValueError("imece.steps: there is no optimizer: give all that step the model")
     return optimizers
@@ -51,13 +52,9 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 def check_also(also: Sequence[Any]) -> None:
     """TypeError unless it is a list of objects that have a state to carry."""
     if not isinstance(also, list | tuple):
-        raise TypeError(f"imece.steps: also={_kind(also)}: give a list, also=[scheduler]")
+        raise TypeError(f"imece.steps: also is {kind_of(also)}: give a list, also=[scheduler]")
     for at, each in enumerate(also):
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise TypeError(
-                f"imece.steps: also[{at}], a {_kind(each)}, has no state_dict and load_state_dict"
+                f"imece.steps: also[{at}], {kind_of(each)}, has no state_dict and load_state_dict"
             )
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imece.listing import kind_of
 from imece.models.transformer import Transformer, rotation_at
 
 Values = tuple[Tensor, ...]
@@ -46,7 +47,7 @@ def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
         return _OfSequential(model)
     own = " whose forward is its own" if isinstance(model, nn.Sequential | Transformer) else ""
     raise ValueError(
-        f"a {type(model).__name__}{own} cannot be cut by itself: give an imece Transformer, an "
+        f"{kind_of(model)}{own} cannot be cut by itself: give an imece Transformer, an "
         "nn.Sequential, or a list of modules, each of which takes what the one before returns"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from imece.errors import UserError
+from imece.listing import kind_of
 from imece.model_parallel.layers import KINDS, OF_SEQUENCE, Kind, dims_of, wrong_with
 from imece.models.transformer import Transformer
 
@@ -101,7 +102,7 @@ def _found(model: nn.Module, ranks: int, sequence: bool) -> Plan:
     styles = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(styles, Mapping) or not styles:
         raise UserError(
-            f"no plan is known for a {type(model).__name__}: give tensor_parallel a plan, as "
+            f"no plan is known for {kind_of(model)}: give tensor_parallel a plan, as "
             "{'*.up': 'column', '*.down': 'row'}"
         )
     if sequence:

@@ -21,6 +21,7 @@ from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.errors import UserError
+from imece.listing import kind_of
 from imece.mesh import Mesh
 from imece.model_parallel.boundary import Boundary
 from imece.model_parallel.divided import Divided, divided_parameters, is_divided
@@ -154,7 +155,7 @@ def _check_call(module: nn.Module, unseen: list[str], boundary: Boundary | None,
     for name in unseen:
         if not is_divided(inside := module.get_submodule(name)):
             raise UserError(
-                f"{name} was divided along the axis tensor, and now is in a {type(inside).__name__}, "
+                f"{name} was divided along the axis tensor, and now is in {kind_of(inside)}, "
                 "which would add to a part of a layer what belongs to the whole: adapters (LoRA) do "
                 "not go with tensor_parallel; merge them before it, or train them without"
             )

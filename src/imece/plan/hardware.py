@@ -338,7 +338,10 @@ def _read_own(path: Path) -> dict[str, dict[str, Any]]:
         with path.open("rb") as file:
             tables = tomllib.load(file)
     except OSError as error:
-        raise UserError(f"--hardware {path}: {error.strerror}") from None
+        raise UserError(
+            f"--hardware {path}: cannot be read ({error.strerror}): name a TOML file with [gpu], [inside], "
+            "[between] or [host]; docs/planner.md has one"
+        ) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number too long, a list too deep
         raise UserError(f"--hardware {path} is no TOML: {' '.join(str(error).split())}") from None
     for name, table in tables.items():

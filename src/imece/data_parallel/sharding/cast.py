@@ -19,6 +19,7 @@ from torch.utils import swap_tensors
 
 from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.data_parallel.same import is_made_of_others
+from imece.listing import kind_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def refuse_batch_norms(
         is_cast = weight is not None and f"{name}.weight".removeprefix(".") not in ignored
         if is_cast and statistics is not None and statistics.dtype != param:
             raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}, and torch has none for CPUs whose "
+                f"{name or 'the model'} is {kind_of(module)}, and torch has none for CPUs whose "
                 f"parameters are {param} and whose statistics are {statistics.dtype}: leave param out of "
                 f"MixedPrecision and run forward inside of torch.autocast"
             )

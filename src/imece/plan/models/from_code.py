@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imece.errors import UserError
+from imece.listing import kind_of
 from imece.plan.models.from_config import from_content, is_known, unplanned
 from imece.plan.models.model import Model, from_shape
 
@@ -40,7 +41,7 @@ def read_code(path: Path, function: str) -> Model:
     except (Exception, SystemExit) as error:  # any error of the user's code
         raise UserError(f"{path}:{function} failed on the meta device: {error!r}") from error
     if not isinstance(module, nn.Module):
-        raise UserError(f"{path}:{function} returned a {type(module).__name__}, not a torch.nn.Module")
+        raise UserError(f"{path}:{function} returned {kind_of(module)}, not a torch.nn.Module")
     try:
         found = of_module(module, f"{path.stem}:{function}")
     except ValueError as error:
