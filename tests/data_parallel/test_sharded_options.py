@@ -281,6 +281,40 @@ def buffers_from_meta(group: dist.ProcessGroup) -> None:
     assert norm.running_var.tolist() != [1.0] * 4
 
 
+class Told(nn.Module):
+    """Takes tensors in a mapping and by name, and notes in a list what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(
+        self, batch: dict[str, torch.Tensor], seen: list[torch.dtype], *, by: torch.Tensor
+    ) -> torch.Tensor:
+        assert batch["count"].dtype == torch.int64
+        seen += [batch["x"].dtype, by.dtype]
+        scaled: torch.Tensor = self.layer(batch["x"]) * by
+        return scaled
+
+
+def inputs_in_bf16(group: dist.ProcessGroup) -> None:
+    """Floating-point inputs come in the dtype of the parameters, and their gradients in their own."""
+    for way in WAYS:
+        for param in (torch.bfloat16, None):
+            precision = MixedPrecision(param=param, reduce=torch.float32)
+            model, _ = wrap(Told(), group, way.strategy, gather=way.gather, precision=precision)
+            seen: list[torch.dtype] = []
+            x = torch.full((2, 16), 1 / 3, requires_grad=True)
+            model(
+                {"x": x, "count": torch.ones(2, dtype=torch.int64)}, seen, by=torch.ones(4)
+            ).sum().backward()
+            assert seen == [param or torch.float32] * 2
+            assert x.grad is not None and x.grad.dtype == torch.float32 and x.grad.any()
+            with torch.no_grad(), model.gathered():
+                given = {"x": x, "count": torch.ones(2, dtype=torch.int64)}
+                assert model(given, [], by=torch.ones(4)).dtype == (param or torch.float32)
+
+
 def frozen_in_bf16(group: dist.ProcessGroup) -> None:
     """A partly frozen model runs in bf16; a frozen parameter has no master."""
     for way in WAYS:
@@ -729,6 +763,7 @@ CHECKS: dict[str, Check] = {
     "averaged weights": averaged_weights,
     "hybrid models": hybrid_models,
     "frozen in bf16": frozen_in_bf16,
+    "inputs in bf16": inputs_in_bf16,
     "buffers": buffers,
     "buffers from meta": buffers_from_meta,
     "rounds once": rounds_once,
@@ -745,7 +780,7 @@ JOBS = [
     *jobs(__name__, ["sends half"], (3, "gloo")),
     *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
-    *jobs(__name__, ["late groups", "old gradients", "frozen in bf16"], (2, "gloo")),
+    *jobs(__name__, ["late groups", "old gradients", "frozen in bf16", "inputs in bf16"], (2, "gloo")),
     *jobs(
         __name__,
         ["averaged weights", "written in common", "written by data", "written beside masters"],

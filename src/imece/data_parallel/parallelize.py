@@ -134,7 +134,10 @@ def parallelize(
     if isinstance(model, Part):
         _check_part(chosen, average)
     if precision is not None and not chosen.optimizer:
-        raise ValueError(f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}")
+        raise ValueError(
+            f"precision is for sharded strategies, such as zero1, not for {chosen.name!r}: leave it out "
+            f"there, and run forward inside of torch.autocast"
+        )
     partial = isinstance(arranged, Mesh) and arranged.world.is_partial  # its hosts are not what they will be
     groups, meta = ShardGroups.of(chosen, arranged, spread=partial), is_meta(model)
     home = _home(model, arranged) if meta else None

@@ -31,7 +31,13 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding import torch_calls
-from imece.data_parallel.sharding.cast import MixedPrecision, cast_buffers, cast_frozen, refuse_batch_norms
+from imece.data_parallel.sharding.cast import (
+    MixedPrecision,
+    cast_buffers,
+    cast_frozen,
+    cast_input,
+    refuse_batch_norms,
+)
 from imece.data_parallel.sharding.gathered import fill_state, gathered, loading
 from imece.data_parallel.sharding.gathering import Gathering, GatherOptions
 from imece.data_parallel.sharding.meta import Filling, Init
@@ -195,8 +201,11 @@ class ShardedDataParallel(DistributedDataParallel):
         super().leave()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As in DistributedDataParallel."""
+        """As in DistributedDataParallel, with inputs in the dtype of the parameters that precision names."""
         self._begin_forward(torch.compiler.is_compiling())
+        if (param := self._options.precision.param) is not None:
+            inputs = tuple(cast_input(each, param) for each in inputs)
+            kwargs = {key: cast_input(each, param) for key, each in kwargs.items()}
         return super().forward(*inputs, **kwargs)
 
     @torch._disable_dynamo(recursive=True)

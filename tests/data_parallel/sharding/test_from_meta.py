@@ -118,7 +118,8 @@ def from_meta_unfilled(group: dist.ProcessGroup) -> None:
     with torch.device("meta"):
         model = Scaled()
     with pytest.raises(
-        ValueError, match=r"blocks.1.norm \(Scale\) is on the meta device and has no reset_par"
+        ValueError,
+        match=r"^by of blocks.1.norm \(Scale\) is on the meta device, and that module has no reset_par",
     ):
         wrap(model, group)
     assert all(each.is_meta for each in model.parameters())

@@ -1,8 +1,9 @@
 """The dtypes of a sharded model, of its buffers and of its frozen parameters, with the meaning they have
 in FSDP.
 
-Buffers and frozen parameters are cast once. Buffers are saved in their former dtype. Those of batch norms are
-left alone: torch wants their statistics to have at least the bits of their parameters.
+Inputs are cast in each forward, buffers and frozen parameters once. Buffers are saved in their former dtype.
+Those of batch norms are left alone: torch wants their statistics to have at least the bits of their
+parameters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import swap_tensors
+from torch.utils._pytree import tree_leaves, tree_map
 
 from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.data_parallel.same import is_made_of_others
@@ -26,10 +28,10 @@ from imece.listing import kind_of
 class MixedPrecision:
     """The dtypes in which a sharded model is kept; None: its own.
 
-    param: of the parameters that forward and backward use. Their masters, which the optimizer steps, keep the
-    model's own dtype, one shard per rank; frozen parameters have no masters. reduce: of gradients in buckets,
-    and of their sum. buffer: of floating-point buffers, from parallelize on; state dicts have them in the
-    model's own dtype.
+    param: of the parameters that forward and backward use, and of the floating-point tensors that forward is
+    given. Masters, which the optimizer steps, keep the model's own dtype, one shard per rank; frozen
+    parameters have no masters. reduce: of gradients in buckets, and of their sum. buffer: of floating-point
+    buffers, from parallelize on; state dicts have them in the model's own dtype.
     """
 
     param: torch.dtype | None = None
@@ -102,6 +104,20 @@ def let_any_come(parameters: Iterable[Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for each in parameters:
             each.grad_dtype = None
+
+
+def cast_input(given: Any, dtype: torch.dtype) -> Any:
+    """One argument of forward, with the floating-point tensors in it in `dtype`.
+
+    The same object if there is nothing to cast: a module may write into a list or a mapping.
+    """
+
+    def differs(each: Any) -> bool:
+        return isinstance(each, Tensor) and each.is_floating_point() and each.dtype != dtype
+
+    if not any(differs(each) for each in tree_leaves(given)):
+        return given
+    return tree_map(lambda each: each.to(dtype) if differs(each) else each, given)
 
 
 def cast_frozen(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:

@@ -41,9 +41,10 @@ class Filling:
         for name, module, number in _with_units(units[0].module, "", 0, of_module, set()):
             self._modules[number].append((name, module))
             if init is None and _has_own_meta(module) and _reset_of(module) is None:
+                without = ", ".join(key for key, each in _own(module).items() if each.is_meta)
                 raise ValueError(
-                    f"{_called(name, module)} is on the meta device and has no reset_parameters(): pass "
-                    f"init=, a function that fills one module"
+                    f"{without} of {_called(name, module)} is on the meta device, and that module has no "
+                    f"reset_parameters(): pass init=, a function that fills one module"
                 )
         seed = torch.randint(2**62, (1,), device=device)
         self._seed = int(ops.broadcast(seed, 0, group=group, label="seed of the parameters"))
