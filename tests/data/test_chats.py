@@ -173,7 +173,9 @@ def test_a_template_that_nothing_could_be_learned_by_can_be_asked(
     [
         ("hello", "a.jsonl:2: field 'messages' holds a str, not a list of messages"),
         (["hello"], 'a.jsonl:2: message 1: not like {"role": "user"'),
-        ([{"from": "human", "value": "x"}], "a.jsonl:2: message 1: not like"),
+        ([{"from": "human", "text": "x"}], "a.jsonl:2: message 1: not like"),
+        ([{"from": "bot", "value": "x"}], "a.jsonl:2: message 1: from is 'bot', none of human, user, gpt"),
+        ([{"from": "human", "value": "</s>"}], "message 1: it holds '</s>'"),
         ([TALK[0], {"role": "assistant", "content": ["x"]}], "message 2: field 'content' holds a list"),
         ([TALK[0], {"role": "gpt", "content": "x"}], "no message of the assistant to learn from, only of"),
         ([TALK[1], TALK[0]], "a.jsonl:2: refused by the chat template, "),
@@ -189,6 +191,14 @@ def test_wrong_records(tmp_path: Path, messages: object, said: str) -> None:
     file = write(tmp_path / "a.jsonl", lines(TALK, messages))
     message = mistake(list, documents(sources([file], chats), chats))
     assert said in message and "a.jsonl:2" in message
+
+
+def test_messages_of_sharegpt(tmp_path: Path) -> None:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    talk = [{"role": "system", "content": "Be."}, *TALK]
+    theirs = [{"from": names[each["role"]], "value": each["content"]} for each in talk]
+    chats = chats_of(tmp_path, CHATML)
+    assert learned(chats, theirs) == learned(chats, talk)
 
 
 def test_a_record_of_another_kind(tmp_path: Path) -> None:

@@ -92,6 +92,11 @@ def test_the_files_follow_what_is_read(tmp_path: Path) -> None:
             ["a.jsonl:2", "no field 'completion'", "the one with prompt and answer with --data.field"],
         ),
         ('{"messages": []}', ["a.jsonl:2", "no field 'prompt'", "take --data.format chat"]),
+        ('{"conversations": []}', ["take --data.format chat --data.field conversations"]),
+        (
+            '{"instruction": "a", "input": "", "output": "b"}',
+            ["--data.format answers --data.field instruction"],
+        ),
         ('{"prompt": 3, "completion": "b"}', ["a.jsonl:2", "field 'prompt' holds an int"]),
         ('{"prompt": "a", "completion": ["b"]}', ["a.jsonl:2", "field 'completion' holds a list"]),
         ('{"prompt": "a", "completion": "\\ud800"}', ["a.jsonl:2", "half a surrogate pair"]),

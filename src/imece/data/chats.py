@@ -42,6 +42,9 @@ _TODAY = datetime(2025, 1, 1)  # to all templates: the same records make the sam
 # Around what {% generation %} marks. No text holds half a surrogate pair, so they cannot be mistaken.
 _OPEN, _CLOSE = "\ud800", "\ud801"
 
+# Who speaks in ShareGPT's records, {"from": "human", "value": "..."}, and their roles.
+_FROM = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
 Message = dict[str, Any]
 
 
@@ -105,7 +108,7 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 @dataclass(frozen=True)
 class Chats(Reading):
-    """A list of messages in one field: {"role": "user", "content": "..."} and so on."""
+    """A list of messages in one field: {"role": "user", "content": "..."} and so on, or ShareGPT's."""
 
     field: str
     template: ChatTemplate
@@ -180,6 +183,11 @@ class Chats(Reading):
         return [self._message(each, f"{where}: message {place}") for place, each in enumerate(value, start=1)]
 
     def _message(self, value: object, where: str) -> Message:
+        if isinstance(value, dict) and "role" not in value and {"from", "value"} <= {*value}:
+            if (role := _FROM.get(str(value["from"]))) is None:
+                raise UserError(f"{where}: from is {value['from']!r}, none of {', '.join(_FROM)}: mend it")
+            others = {name: each for name, each in value.items() if name not in ("from", "value")}
+            value = {"role": role, "content": value["value"]} | others
         if not isinstance(value, dict) or not isinstance(value.get("role"), str):
             raise UserError(f'{where}: not like {{"role": "user", "content": "..."}}: mend it')
         content = string(value.get("content"), "content", where)

@@ -153,10 +153,17 @@ def learned_tokens(spans: Spans, document: Document) -> Learned:
 
 def take_instead(reading: Reading, there: Collection[str]) -> str:
     """What to do about a record whose fields are not those of the reading: the format that they are usual
-    for, or other names."""
+    for, here or in other programs, or other names."""
     for format, fields in FIELDS.items():
         if format != reading.format and {*fields.split(",")} <= {*there}:
             return f"take --data.format {format}"
+    if "conversations" in there:  # ShareGPT's
+        return "take --data.format chat --data.field conversations"
+    if {"instruction", "output"} <= {*there}:  # Alpaca's
+        return (
+            "--data.format answers --data.field instruction,output takes both as they are, one behind the "
+            "other: first write into instruction what else the model is to read, input and a line's end say"
+        )
     return f"name the one with {reading.what} with --data.field"
 
 
