@@ -8,6 +8,10 @@ class UserError(Exception):
     """A mistake of the person who runs imece. Commands print it as one line and exit with status 2."""
 
 
+class NotMetError(UserError):
+    """Ranks that others waited for, when they opened their world, never came. A start anew may mend it."""
+
+
 class CollectiveError(RuntimeError):
     """A collective that could not be completed. The group it ran on cannot be used any more."""
 

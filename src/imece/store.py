@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from imece.errors import UserError
+from imece.errors import NotMetError, UserError
 from imece.open_files import allow_open_files
 from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
 
@@ -226,9 +226,9 @@ def _claimed_twice(rank: int, world_size: int) -> UserError:
     return UserError(f"two processes say they are rank {rank} of {world_size}: check RANK in each of them")
 
 
-def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: timedelta) -> UserError:
+def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: timedelta) -> NotMetError:
     names = ", ".join(map(str, waiting[:8])) + (", ..." if len(waiting) > 8 else "")
-    return UserError(
+    return NotMetError(
         f"rank {rank} waited {timeout.total_seconds():.0f} s for {len(waiting)} of {world_size} "
         f"ranks, which never came: rank {names}"
     )
@@ -298,7 +298,7 @@ def _await_port(address: str, port: int, world: World, timeout: timedelta) -> No
             raise UserError(f"MASTER_ADDR={address} is no host's name: {error}") from None
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UserError(
+                raise NotMetError(
                     f"rank {world.rank} of {world.world_size} found no rank 0 at {address} port {port} "
                     f"within {timeout.total_seconds():.0f} s ({error}): check MASTER_ADDR and MASTER_PORT"
                 ) from None

@@ -552,6 +552,27 @@ def test_a_plain_torch_script_starts_again(tmp_path: Path) -> None:
     assert "[rank 1] ValueError: the cause" in outcome.err.replace("[rank1]: ", "")
 
 
+LATE = """
+import os, time
+from datetime import timedelta
+import imece
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "1" and attempt < 1: time.sleep(600)
+imece.init(timeout=timedelta(seconds=60 if attempt else 1))
+print("met in attempt", attempt)
+"""
+
+
+@pytest.mark.slow  # it imports torch four times
+def test_ranks_that_never_came_are_started_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LATE)
+    with Launcher("--ranks", "2", "--max-restarts", "1", tmp_path / "script.py") as launcher:
+        outcome = launcher.wait()
+    assert outcome.status == 0, outcome.err
+    assert sorted(outcome.out.splitlines()) == [f"[rank {rank}] met in attempt 1" for rank in range(2)]
+    assert "rank 0 waited 1 s for 1 of 2 ranks, which never came: rank 1" in outcome.err
+
+
 @pytest.mark.parametrize(("text", "times"), [("sys.exit(7)", 3), ("sys.exit(2)", 1)])
 def test_how_often_a_plain_script_starts(tmp_path: Path, text: str, times: int) -> None:
     script = tmp_path / "script.py"
