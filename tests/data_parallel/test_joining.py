@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
+import imece
 from imece import DistributedDataParallel, convert_sync_batchnorm
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
@@ -205,6 +207,54 @@ def ending_early(group: dist.ProcessGroup) -> None:
     assert done == 2
 
 
+def optimizers_go_on_alike(group: dist.ProcessGroup) -> None:
+    """Those of ranks that ended get what the others' keep: with its own momentum a rank would drift away."""
+    for make in (
+        lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+        lambda given: torch.optim.AdamW(given, lr=0.1),
+        lambda given: torch.optim.SGD(given, lr=0.1),  # keeps nothing
+    ):
+        model, optimizer = imece.parallelize(Line(), make, "replicate", group)
+        for epoch in range(2):
+            steps = lengths(group.size(), shift=epoch)
+            with model.join():
+                for step in range(steps[dist.get_rank()]):
+                    optimizer.zero_grad()
+                    model(own(step)).backward()
+                    optimizer.step()
+        plain_steps(model, group)
+        optimizer.step()
+        model.check_parameters()
+        kept = optimizer.state_dict()["state"]
+        kinds = [[str(value) for value in each.values()] for each in kept.values()]
+        assert gathered(kinds, group) == [kinds] * group.size()
+
+
+def what_an_optimizer_keeps_besides(group: dist.ProcessGroup) -> None:
+    """Plain values go along; of others the rank that has them warns, and each keeps its own."""
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for each in self.param_groups[0]["params"]:
+                self.state[each] |= {"count": self.state[each].get("count", 0) + 1, "kind": "odd", "own": [1]}
+            return super().step(closure)
+
+    model, optimizer = imece.parallelize(
+        Line(), lambda given: Odd(given, lr=0.1, momentum=0.9), "replicate", group
+    )
+    steps, last = lengths(group.size()), dist.get_rank() == group.size() - 1
+    warns = pytest.warns(UserWarning, match=r"^Odd keeps own, which") if last else contextlib.nullcontext()
+    with warns, model.join():
+        for step in range(steps[dist.get_rank()]):
+            optimizer.zero_grad()
+            model(own(step)).backward()
+            optimizer.step()
+    for each in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[each]
+        assert (state["count"], state["kind"]) == (steps[-1], "odd")
+        assert ("own" in state) == bool(steps[dist.get_rank()])
+
+
 def not_enabled(group: dist.ProcessGroup) -> None:
     model = wrap(group)
     with model.join(enable=False):
@@ -329,6 +379,8 @@ CHECKS: dict[str, Check] = {
     "unused": unused,
     "unused after an accumulation": unused_after_an_accumulation,
     "ending early": ending_early,
+    "optimizers": optimizers_go_on_alike,
+    "optimizers that keep more": what_an_optimizer_keeps_besides,
     "not enabled": not_enabled,
     "an error inside": an_error_inside,
     "evaluating inside": evaluating_inside,
@@ -347,6 +399,7 @@ ON_GLOO = [
     "buffers",
     "accumulating",
     "two models",
+    "optimizers",
     "drift after it",
 ]
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from imece.collectives import ops
+from imece.data_parallel.optimizer_state import give_state
 from imece.data_parallel.same import sync_from
 
 if TYPE_CHECKING:
@@ -45,13 +46,21 @@ class DDPJoinHook(JoinHook):
         return synchronises
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have ended: everybody gets the model of the ranks that trained longest."""
+        """All have ended: everybody gets the model of the ranks that trained longest, and what its optimizers
+        keep."""
         model = self._model
         root = common_rank(model, is_last_joiner)
         states = model.states(buffers=model.forward_sync_buffers)
         sync_from(root, states, model.process_group, "the model after uneven inputs")
+        self._give_state(root)
         model.reducer.average.present_only = False
         model._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it on
+
+    def _give_state(self, root: int) -> None:
+        """With moments of their own, ranks would drift apart in their next steps."""
+        model = self._model
+        if optimizers := model.known_optimizers:
+            give_state(optimizers, root, model.process_group, model.device)
 
 
 class Turn(IntEnum):
@@ -89,6 +98,9 @@ class ShardedJoinHook(DDPJoinHook):
                 model.scale_gradients(number)
         finally:
             model.has_joined = False
+
+    def _give_state(self, root: int) -> None:
+        """Nothing to do: ended ranks have made each step of their parts."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """As in DDPJoinHook."""

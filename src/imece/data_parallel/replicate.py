@@ -202,7 +202,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     ) -> Join:
         """A context for loops in which ranks run out of inputs at different times.
 
-        Ranks that have left the loop take part in the others' collectives with nothing to give.
+        Ranks that have left the loop take part in the others' collectives with nothing to give. At its end
+        they get the model of the others, and what the optimizers keep that `parallelize` was given.
         divide_by_initial_world_size: divide gradients by the number of all ranks; otherwise by those still
         there. With average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks
         raise RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm in
@@ -415,8 +416,13 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self.reducer.prepare()
         self.reducer.inside = synchronise
 
+    @property
+    def known_optimizers(self) -> list[Optimizer]:
+        """Those that `parallelize` was given with this model, if somebody still has them."""
+        return [each for known in self.stepped_by if (each := known()) is not None]
+
     def _to_compare(self) -> Alike:
-        return Alike(rates_of(each for known in self.stepped_by if (each := known()) is not None))
+        return Alike(rates_of(self.known_optimizers))
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._frozen:
