@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import imece
 from imece import DistributedDataParallel, convert_sync_batchnorm
@@ -145,6 +146,25 @@ def buffers_come_from_who_is_there(group: dist.ProcessGroup) -> None:
     assert after == [after[0]] * group.size()
     mean = torch.stack([given(last, step).mean() for step in range(steps[last])]).sum()
     near(module.seen, mean.expand(2))
+
+
+def a_hook_on_buffers_comes_in_its_turn(group: dist.ProcessGroup) -> None:
+    """Before or after forward, as the ranks that go on call it."""
+
+    def largest(_: None, buffers: dict[str, torch.Tensor]) -> None:
+        dist.all_reduce(buffers["seen"], dist.ReduceOp.MAX, group=group)
+
+    for where in _BufferCommHookLocation:
+        model = wrap(group)
+        model._register_buffer_comm_hook(None, largest, where)
+        steps = lengths(group.size())
+        with model.join():
+            for step in range(steps[dist.get_rank()]):
+                model.zero_grad()
+                model(own(step)).backward()
+                there = [rank for rank in range(group.size()) if step < steps[rank]]
+                near(grad(model), brought(there, step) / group.size(), f"{where}, step {step}")
+        plain_steps(model, group)
 
 
 def accumulating(group: dist.ProcessGroup) -> None:
@@ -375,6 +395,7 @@ CHECKS: dict[str, Check] = {
     "buckets are rebuilt": buckets_are_rebuilt_after_it,
     "the last one's model": the_last_ones_model_is_everybodys,
     "buffers": buffers_come_from_who_is_there,
+    "a hook on buffers": a_hook_on_buffers_comes_in_its_turn,
     "accumulating": accumulating,
     "unused": unused,
     "unused after an accumulation": unused_after_an_accumulation,

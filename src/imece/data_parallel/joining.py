@@ -36,13 +36,16 @@ class DDPJoinHook(JoinHook):
     def _forward(self) -> bool:
         """Follow one of their forwards; returns whether its backward is to be synchronised."""
         model = self._model
-        if model.will_sync_module_buffers():
+        syncs_buffers, after_forward = model.will_sync_module_buffers(), model._buffer_sync.after_forward
+        if syncs_buffers and not after_forward:
             model._sync_buffers(joining=True, present=False)
         synchronises = agree(model, False)
-        model.require_forward_param_sync = synchronises
         if synchronises:
             model._synchronised += 1
             model.reducer.prepare()
+        if syncs_buffers and after_forward:
+            model._sync_buffers(joining=True, present=False)
+        model.require_forward_param_sync = synchronises
         return synchronises
 
     def post_hook(self, is_last_joiner: bool) -> None:
