@@ -41,10 +41,11 @@ class Filling:
         for name, module, number in _with_units(units[0].module, "", 0, of_module, set()):
             self._modules[number].append((name, module))
             if init is None and _has_own_meta(module) and _reset_of(module) is None:
-                without = ", ".join(key for key, each in _own(module).items() if each.is_meta)
+                without = [_full(name, key) for key, each in _own(module).items() if each.is_meta]
                 raise ValueError(
-                    f"{without} of {_called(name, module)} is on the meta device, and that module has no "
-                    f"reset_parameters(): pass init=, a function that fills one module"
+                    f"{', '.join(without)}: on the meta device, and {_called(name, module)} has no "
+                    "reset_parameters(), by which it would be filled: give that class one, or pass init=, a "
+                    "function that fills one module"
                 )
         seed = torch.randint(2**62, (1,), device=device)
         self._seed = int(ops.broadcast(seed, 0, group=group, label="seed of the parameters"))
@@ -72,10 +73,10 @@ class Filling:
         for name, module in new:
             for key, tensor in _own(module).items():
                 if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                    filler = "init()" if self._init is not None else "its reset_parameters()"
+                    filler = "init()" if self._init is not None else "reset_parameters()"
                     raise ValueError(
-                        f"{key} of {_called(name, module)} was on the meta device and {filler} did not fill "
-                        f"it: pass an init= that does, a function that fills one module"
+                        f"{_full(name, key)} was on the meta device, and {filler} did not fill it: pass an "
+                        f"init= that does, for {_called(name, module)}: a function that fills one module"
                     )
 
 
@@ -123,6 +124,10 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
             swap_tensors(tensor, new)  # it stays the object that the optimizer and other modules know
         else:
             module._buffers[key] = memory
+
+
+def _full(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
 
 
 def _called(name: str, module: nn.Module) -> str:
