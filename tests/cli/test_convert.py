@@ -56,6 +56,27 @@ def test_the_lines_for_a_script_are_python(tmp_path: Path) -> None:
         compile("\n".join(convert.script(settings)), "script", "exec")
 
 
+def test_which_gpus(tmp_path: Path) -> None:
+    """The commands hide the GPUs that the file does not name: pasted as they stand, they do as it says."""
+    for content, expected in (
+        ({"use_cpu": True, "gpu_ids": "0,1"}, "CUDA_VISIBLE_DEVICES= "),
+        ({"use_cpu": False, "gpu_ids": "1,3"}, "CUDA_VISIBLE_DEVICES=1,3 "),
+        ({"gpu_ids": "all"}, ""),
+    ):
+        file = write(tmp_path / "a.json", {"distributed_type": "MULTI_GPU", "num_processes": 2, **content})
+        settings = imece.read_settings(file)
+        assert convert.command(settings) == f"{expected}imece launch --ranks 2 train.py"
+        assert convert.training(settings, Path("a.toml")).startswith(f"{expected}imece train a.toml ")
+
+
+def test_inputs_are_cast_where_parameters_are(tmp_path: Path) -> None:
+    """Without it a script whose inputs are fp32, as FSDP takes them, fails in its first layer."""
+    cast = "# inputs of floating point .to(torch.bfloat16), as parameters are"
+    for kind, expected in (("FSDP", True), ("MULTI_GPU", False)):
+        content = {"distributed_type": kind, "mixed_precision": "bf16"}
+        assert (cast in convert.script(imece.read_settings(write(tmp_path / "a.json", content)))) is expected
+
+
 def test_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {
         "distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 16, "machine_rank": 1,

@@ -364,7 +364,15 @@ def test_what_is_off_was_not_asked_for() -> None:
         ),
         (
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
-            r"train_batch_size is 7, and micro-batch 2 x 1 accumulated x 2 ranks is 4",
+            r"no number of ranks makes it of train_micro_batch_size_per_gpu 2: change one",
+        ),
+        (
+            {
+                "train_batch_size": 12,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
+            r"12, and micro-batch 2 x 2 accumulated x 2 ranks is 8: it is that with --ranks 3$",
         ),
         (
             {

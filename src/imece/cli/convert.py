@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,8 @@ def script(settings: Settings) -> list[str]:
         shown.append(")")
     if settings.dtype != "fp32" and (settings.autocast or not settings.is_sharded):
         shown.append(f"# forward and loss in torch.autocast(mesh.device.type, torch.{TORCH[settings.dtype]})")
+    elif settings.dtype != "fp32":
+        shown.append(f"# inputs of floating point .to(torch.{TORCH[settings.dtype]}), as parameters are")
     if settings.dtype == "fp16":
         scaler = dataclasses.asdict(settings.scaler) if settings.scaler is not None else {}
         given = "".join(f", {name}={value!r}" for name, value in scaler.items() if value is not None)
@@ -146,7 +149,7 @@ def training(settings: Settings, file: Path) -> str:
     """The command that starts `imece train` with its file; imece train alone runs on one host."""
     text = f"imece train {as_argument(file)} --data YOUR_TEXT"
     several = settings.hosts > 1 or find_strategy(settings.strategy).hybrid
-    return command(settings, f"-m {text}") if several else text
+    return command(settings, f"-m {text}") if several else _visible(settings) + text
 
 
 def command(settings: Settings, program: str = "train.py") -> str:
@@ -163,7 +166,12 @@ def command(settings: Settings, program: str = "train.py") -> str:
     if settings.hosts > 1:
         where = settings.rendezvous or "HOST:29400"
         hosts = f" --hosts {settings.hosts} --host-rank {settings.host_rank} --rendezvous {where}"
-    return f"imece launch{hosts} --ranks {count} {program}"
+    return f"{_visible(settings)}imece launch{hosts} --ranks {count} {program}"
+
+
+def _visible(settings: Settings) -> str:
+    gpus = settings.visible_gpus
+    return "" if gpus is None else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus) if gpus else ''} "
 
 
 def _arguments(settings: Settings) -> list[str]:

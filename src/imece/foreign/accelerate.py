@@ -246,10 +246,14 @@ def _places(values: Reading) -> dict[str, Any]:
     values.needless(
         ["machine_rank", "main_process_ip", "main_process_port"], "on one host they meet by themselves"
     )
-    cpu = values.flag("use_cpu")
-    values.take("use_cpu", "CUDA_VISIBLE_DEVICES= before the command" if cpu else "GPUs, where there are any")
     gpus = values.word("gpu_ids")
-    if gpus not in (None, "all"):
+    if values.flag("use_cpu"):
+        found["visible_gpus"] = ""
+        values.take("use_cpu", "CUDA_VISIBLE_DEVICES= before the command")
+        values.needless("gpu_ids", "use_cpu")
+    elif gpus not in (None, "all"):
+        found["visible_gpus"] = gpus
         values.take("gpu_ids", f"CUDA_VISIBLE_DEVICES={gpus} before the command")
+    values.take("use_cpu", "GPUs, where there are any")
     values.needless("gpu_ids", "all of them, unless CUDA_VISIBLE_DEVICES says less")
     return found

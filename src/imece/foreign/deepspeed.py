@@ -298,6 +298,12 @@ def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, 
     """(micro-batch, accumulation, global batch), as far as known: micro * accumulation * ranks = whole."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, accumulation, whole = (values.whole(name, 1) for name in names)
+    said = (micro or 1) * (accumulation or 1)
+    if whole is not None and whole % said:
+        parts = " x ".join(
+            f"{name} {count}" for name, count in zip(names, (micro, accumulation), strict=False) if count
+        )
+        raise values.wrong(names[2], f"no number of ranks makes it of {parts}: change one")
     if ranks is not None:
         if whole is not None and micro is not None:
             accumulation = accumulation or max(1, whole // (micro * ranks))
@@ -308,16 +314,11 @@ def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, 
             if whole not in (None, product):
                 raise UserError(
                     f"{values.file}: train_batch_size is {whole}, and micro-batch {micro} x {accumulation} "
-                    f"accumulated x {ranks} ranks is {product}: which ranks is it for? say --ranks"
+                    f"accumulated x {ranks} ranks is {product}: it is that with --ranks {whole // said}"
                 )
             whole = product
         if whole is not None and whole % ranks:
             raise values.wrong(names[2], f"{ranks} ranks cannot share it evenly: say others with --ranks")
-    elif whole is not None and whole % ((micro or 1) * (accumulation or 1)):
-        parts = " x ".join(
-            f"{name} {count}" for name, count in zip(names, (micro, accumulation), strict=False) if count
-        )
-        raise values.wrong(names[2], f"no number of ranks makes it of {parts}: change one")
     values.take(names[0], "sequences or samples: a micro-batch")
     values.take(names[1], "micro-batches of a rank in a step")
     values.take(names[2], "sequences or samples: all ranks together")

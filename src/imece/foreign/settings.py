@@ -93,6 +93,8 @@ class Settings:
     host_rank: int | None = None
     rendezvous: str | None = None
     """HOST:PORT."""
+    visible_gpus: str | None = None
+    """What CUDA_VISIBLE_DEVICES has to say, "" for none; None: what it says already."""
 
     @property
     def autos(self) -> tuple[str, ...]:
