@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,22 @@ def files_of_at_most(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def part_of_sources(sources: Sequence[Part]) -> Part:
+    """All of them together, which is divided into them."""
+    tokens, ends = (
+        np.concatenate(each) for each in zip(*((s.tokens, s.offsets[1:]) for s in sources), strict=True)
+    )
+    begins = np.repeat(np.cumsum([0, *(len(s.tokens) for s in sources[:-1])]), [s.documents for s in sources])
+    learned = [s.learned for s in sources if s.learned is not None]
+    return Part(
+        sources[0].name,
+        tokens,
+        np.concatenate([[0], ends + begins]),
+        sources[0].end,
+        sum(s.text_bytes for s in sources),
+        np.concatenate(learned) if learned else None,
+        sum(s.learned_tokens for s in sources),
+        divided=tuple(replace(s, source=str(number)) for number, s in enumerate(sources)),
+    )

@@ -22,7 +22,7 @@ _STEPS = st.integers(0, 40)
 class InLine(Batches):
     """Sequence i is window i: so a test reads the stream from its beginning."""
 
-    def _shuffled(self, number: int) -> int:
+    def _shuffled(self, source: int, number: int) -> int:
         return number
 
 
@@ -154,7 +154,8 @@ def test_the_epochs_and_shuffles_in_memory_are_few() -> None:
     one = Batches(part_of([[number] for number in range(1, 30)]), 4, 2, seed=0)
     for step in range(200):
         one.sequences(step)
-    assert isinstance(one._windows, _Stream) and len(one._windows._orders) == len(one._shuffles) == 3
+    (windows,), (shuffles,) = one._windows, one._shuffles
+    assert isinstance(windows, _Stream) and len(windows._orders) == len(shuffles) == 3
 
 
 @given(batches(), _STEPS)

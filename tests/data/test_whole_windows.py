@@ -32,8 +32,8 @@ def test_a_pass_has_each_answer_once_and_whole() -> None:
     part = part_of_records(lengths)
     assert part.learned is not None
     batches = Batches(part, SEQ, 4, seed=3)
-    whole = batches.whole
-    assert whole is not None and whole.left_out == 2 and whole.longest == 40
+    (whole,) = batches.wholes
+    assert whole.left_out == 2 and whole.longest == 40
     count = len(whole) // 4 * 4  # steps of the first pass
     read, seen = Counter[int](), Counter[int]()
     for step in range(count // 4):
@@ -59,8 +59,7 @@ def test_a_pass_has_each_answer_once_and_whole() -> None:
 def test_passes_are_shuffled_otherwise_and_complete() -> None:
     part = part_of_records(lengths_of(64))
     batches = Batches(part, SEQ, 1, seed=3)
-    assert batches.whole is not None
-    size = len(batches.whole)
+    size = len(batches.wholes[0])
     passes = [[batches.names(step + size * again)[0] for step in range(size)] for again in range(3)]
     assert all(sorted(each) == sorted(passes[0]) for each in passes) and passes[0] != passes[1] != passes[2]
     assert passes[0] != [Batches(part, SEQ, 1, seed=4).names(step)[0] for step in range(size)]

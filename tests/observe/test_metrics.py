@@ -92,9 +92,15 @@ def test_what_is_not_finite_is_null_and_no_event(tmp_path: Path) -> None:
 
 def test_events_have_the_figures_by_their_tags(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, alarm=refuse)
-    metrics.write(record(7, val_loss=3.5, tokens_per_s=1000.0, exposed_s=0.125, skipped="not a number"))
+    own = {"val_loss/web": 3.25, "val_time": 1.0}
+    metrics.write(record(7, val_loss=3.5, tokens_per_s=1000.0, exposed_s=0.125, skipped="not a number") | own)
     metrics.close()
-    for tag, value in (("val_loss", 3.5), ("tokens_per_s", 1000.0), ("time/exposed_s", 0.125)):
+    for tag, value in (
+        ("val_loss", 3.5),
+        ("val_loss/web", 3.25),
+        ("tokens_per_s", 1000.0),
+        ("time/exposed_s", 0.125),
+    ):
         assert scalars(tmp_path, tag) == [(7, value)]
 
 

@@ -285,6 +285,11 @@ def test_baselines_of_a_part_of_the_tokens_say_so(tmp_path: Path) -> None:
         assert f"Bigram: by the one before it.{also}\n" in Page(tmp_path / "report.html").text + "\n"
 
 
+def test_the_loss_of_each_source_is_told(tmp_path: Path) -> None:
+    write(tmp_path, [record(1)], summary=SUMMARY | {"val_loss_by_source": {"web": 2.5, "a<b": 3.25}})
+    assert "By source: web 2.500, a<b 3.250." in Page(write_report(tmp_path)).text
+
+
 def test_a_model_that_cannot_write_has_no_sample(tmp_path: Path) -> None:
     write(tmp_path, [record(1)], summary=SUMMARY | {"sample": None})
     write_report(tmp_path)

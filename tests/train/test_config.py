@@ -80,6 +80,7 @@ CONFIGS = some(
     data=some(
         DataSection,
         paths=st.lists(NAMES, max_size=3).map(tuple),
+        weights=st.lists(st.floats(0.1, 99).map(lambda weight: round(weight, 1)), max_size=3).map(tuple),
         format=st.just("text"),
         field=st.none() | NAMES,
         tokenizer=NAMES,
@@ -265,6 +266,7 @@ OTHER: dict[str, Any] = {
     "model.max_seq": 9, "model.tied_head": False, "data.paths": ("a",),
     "data.format": "answers", "data.field": "body,reply",
     "data.tokenizer": "bytes", "data.vocab_size": 300, "data.held_out": 0.5, "data.validation": ("v",),
+    "data.weights": (2.0,),
     "data.folder": "x",
     "batch.sequences": 8, "batch.tokens": 512, "batch.micro": 2, "optimizer.kind": "adamw",
     "optimizer.lr": 1.0,

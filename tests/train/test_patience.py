@@ -18,6 +18,7 @@ from imece.train import loop as loops
 from imece.train.loop import Loop
 from imece.train.run_folder import RunFolder
 from imece.train.session import Session
+from tests.data.helpers import part_of
 from tests.ranks import run_ranks
 from tests.train.command import in_fork, train
 from tests.train.compare import assert_same_run, records, summary
@@ -37,9 +38,9 @@ def scripted(folder: str = "", dies_at: int = 0, all_die: bool = False) -> None:
     others only rank 1 knows."""
     validate, validated, flag = Loop.validate, Session.validated, Path(folder, "died")
 
-    def of_step(self: Loop, most_tokens: int) -> float:
+    def of_step(self: Loop, most_tokens: int) -> tuple[float, dict[str, float]]:
         validate(self, most_tokens)
-        return LOSSES[self._session.done]
+        return LOSSES[self._session.done], {}
 
     def known(self: Session, loss: float) -> None:
         now = self.done == dies_at
@@ -125,8 +126,9 @@ def judged() -> float:
     mesh = mock.Mock(device="cpu", world_group=dist.group.WORLD, rank=rank)
     loop = Loop.__new__(Loop)
     loop._session = mock.Mock(mesh=mesh, recovery=None)
+    loop._session.prepared.tokens.validation = part_of([[1]])
     with (
         mock.patch.object(loops, "evaluate", lambda *_, **__: (3.0 + rank, 1)),
         mock.patch.object(ops, "all_reduce", lambda *_, **__: None),
     ):
-        return loop.validate(0)
+        return loop.validate(0)[0]

@@ -47,7 +47,8 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     made.model = mock.Mock(config=TrainConfig().model.shape(300))
     made.prepared, made.wrapped, made.training_state = mock.Mock(), mock.Mock(), mock.Mock()
     made.prepared.tokens = mock.Mock(identity="a text", folder="run/tokens")
-    made.prepared.tokens.validation.tokens, made.prepared.tokens.validation.learned = range(50), None
+    part = made.prepared.tokens.validation
+    part.tokens, part.learned, part.targets, part.sources, part.divided = range(50), None, 50, [part], ()
     made.clock = mock.Mock(phase=lambda _: contextlib.nullcontext())
     made.clock.lap.return_value = SimpleNamespace(seconds=2.0, phases={}, own={})
     made.plan, made.step, made.batches = BatchPlan(8, 4, 1, 4, 1), mock.Mock(scaler_state={}), mock.Mock()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from imece.data.batches import Batches
 from imece.data.prepare import prepare
-from imece.data.whole_windows import WholeWindows
 from imece.errors import UserError
 from imece.train import start
 from imece.train.config import DataSection, TrainConfig
@@ -156,8 +156,8 @@ def test_records_that_are_left_out_are_told(tmp_path: Path) -> None:
     config = TrainConfig(data=data)
     prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
     assert "69 tokens, 8 of answers (0 % of them held out)" in start.describe_data(prepared, config)
-    whole = WholeWindows(prepared.tokens.train, 20)
-    assert start.notes_on_data(prepared, config, whole) == [
+    batches = Batches(prepared.tokens.train, 20, 1, seed=1)
+    assert start.notes_on_data(prepared, config, batches) == [
         "warning: 2 of 4 records are left out, with more than 21 tokens: --model.max-seq 32 takes all"
     ]
 

@@ -113,7 +113,11 @@ def run(argv: Sequence[str]) -> int:
         precision = _precision(config.compute.dtype, device)
         seq = _sequence_length(options, config, model.config, part)
         with _read(part, partial(summed, model, precision)) as each:
-            nats, tokens = evaluate(model, part, seq, max(1, _TOKENS // seq), precision, nats=each)
+            read = [
+                evaluate(model, source, seq, max(1, _TOKENS // seq), precision, nats=each)
+                for source in part.sources
+            ]
+        nats, tokens = map(sum, zip(*read, strict=True))
         found: dict[str, Any] = {
             "run": options.run,
             "step": saved.step if saved is not None else None,
@@ -123,6 +127,10 @@ def run(argv: Sequence[str]) -> int:
             "bytes": part.text_bytes,
             "tokens": tokens,
             "model": measures(nats / tokens, tokens, part.text_bytes),
+            "sources": {
+                source.source: measures(nats / tokens, tokens, source.text_bytes)
+                for source, (nats, tokens) in zip(part.divided, read, strict=False)
+            },
             "baselines": {
                 name: measures(loss, tokens, part.text_bytes)
                 for name, loss in (baselines(others.train, part, others.vocab_size) if others else {}).items()
@@ -258,10 +266,13 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
         f"{megabytes(found['bytes'])}, {si(found['tokens'])} tokens"
     )
     yield ""
-    yield f"{'':<8}  {'nats a token':>12}  {'bits a byte':>11}  {'perplexity':>10}"
-    for name, values in {"model": found["model"], **dict(reversed(found["baselines"].items()))}.items():
+    by_source = {f"  {name}": values for name, values in found["sources"].items()}
+    rows = {"model": found["model"], **by_source, **dict(reversed(found["baselines"].items()))}
+    wide = max(8, *map(len, rows))
+    yield f"{'':<{wide}}  {'nats a token':>12}  {'bits a byte':>11}  {'perplexity':>10}"
+    for name, values in rows.items():
         yield (
-            f"{name:<8}  {_figure(values['nats_per_token'], '.3f'):>12}  "
+            f"{name:<{wide}}  {_figure(values['nats_per_token'], '.3f'):>12}  "
             f"{_figure(values['bits_per_byte'], '.3f'):>11}  {_figure(values['perplexity'], ',.1f'):>10}"
         )
     if found["baselines_counted_in"]:

@@ -55,6 +55,7 @@ _ELSEWHERE = {
         "--strategy": "deepspeed fsdp",
         "--from": "model-name-or-path pretrained-model-name-or-path checkpoint-dir",
         "--model.max-seq": "seq-len seq-length block-size max-length max-seq-length max-seq-len",
+        "--data.weights": "data-weights mixture-weights dataset-weights interleave-probs",
         "--data.validation": "validation-file validation-files val-data eval-data",
         "--data.held-out": "val-split validation-split-percentage",
         "--batch.sequences": "batch-size train-batch-size global-batch-size",

@@ -33,9 +33,7 @@ def baselines(train: Part, validation: Part, vocab_size: int) -> dict[str, float
     """
     for part in (train, validation):
         if not len(part.tokens):
-            raise UserError(
-                f"the {part.name} part holds no tokens, so there are no baselines: give more text"
-            )
+            raise UserError(f"the {part.title} holds no tokens, so there are no baselines: give more text")
     pairs, times = _count_pairs(train, vocab_size)
     before, tokens = np.divmod(pairs, vocab_size)
     followed = np.bincount(before, times, vocab_size)  # n(a)

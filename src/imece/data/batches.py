@@ -13,6 +13,9 @@ sequences [k * global_batch, (k + 1) * global_batch). So every pass over the str
 exactly once. Nothing is padded or left out: tokens that do not fill a window at an epoch's end share it with
 the next epoch.
 
+Text of several sources has a stream and windows for each; sequence i is the next window of the source whose
+turn it is: see mix.py.
+
 Records, of which only the answers are learned, are not cut, but padded: their windows are those of
 whole_windows.py, and a stretch has each of them once.
 """
@@ -20,7 +23,7 @@ whole_windows.py, and a stretch has each of them once.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -28,6 +31,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from imece.data.mix import Turns
 from imece.data.tokens import Part
 from imece.data.whole_windows import WholeWindows
 from imece.errors import UserError
@@ -36,6 +40,7 @@ from imece.listing import many
 IGNORE = -100  # a target that does not count
 
 Tokens = npt.NDArray[np.int64]
+Place = tuple[int, int]  # source, window
 Kept = TypeVar("Kept")
 
 _KEPT = 3  # a step touches at most two stretches, and these at most three epochs
@@ -58,48 +63,75 @@ class Windows(Protocol):
 
 
 class Batches:
-    """The sequences of each step and rank: a function of part, seq, global_batch, seed and step only.
+    """The sequences of each step and rank: a function of its arguments and the step only.
 
     A sequence may hold several documents or pieces of them; attention may cross end tokens. All steps cost
     about the same, except the first of an epoch, which sorts documents and windows.
     """
 
-    def __init__(self, part: Part, seq: int, global_batch: int, seed: int) -> None:
-        """seq: tokens; global_batch: sequences of all ranks together; seed: any int, used modulo 2^64.
+    def __init__(
+        self, part: Part, seq: int, global_batch: int, seed: int, weights: Sequence[int] = (1,)
+    ) -> None:
+        """seq: tokens; global_batch: sequences of all ranks together; seed: any int, used modulo 2^64;
+        weights: of the part's sources.
 
-        UserError if the part holds fewer tokens than one step reads.
+        UserError if a source holds fewer tokens than one step reads of it.
         """
         if seq < 1 or global_batch < 1:
             raise UserError(f"sequences of {seq} tokens, {global_batch} a step: at least 1 of both")
         self.part, self.seq, self.global_batch, self.seed = part, seq, global_batch, seed
-        self.whole = WholeWindows(part, seq) if part.learned is not None else None
-        there = len(part.tokens) // seq if self.whole is None else len(self.whole)
-        if there < global_batch:
-            have = f"{len(part.tokens):,} tokens" if self.whole is None else many(there, "sequence")
+        if len(weights) != len(part.sources):
             raise UserError(
-                f"the {part.name} part holds {have}, but a step reads "
-                f"{global_batch:,} sequences x {seq:,} tokens = {seq * global_batch:,}: "
-                "give more text, or make the batch or the sequences smaller"
+                f"{many(len(weights), 'weight')} for text of {many(len(part.sources), 'source')}: "
+                "--data.weights names one for each"
             )
-        self._windows: Windows = _Stream(part, seq, seed) if self.whole is None else _Records(self.whole)
-        self._shuffles: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
+        self.turns = Turns(weights)
+        self.wholes: list[WholeWindows] = []
+        """The windows of records, by source."""
+        self._windows = [self._windows_of(source, each) for source, each in enumerate(part.sources)]
+        self._shuffles = [OrderedDict[int, npt.NDArray[np.int64]]() for _ in part.sources]
+
+    def _windows_of(self, source: int, part: Part) -> Windows:
+        seq, share = self.seq, math.ceil(self.global_batch * self.turns.share(source))
+        whole = WholeWindows(part, seq) if part.learned is not None else None
+        there = len(part.tokens) // seq if whole is None else len(whole)
+        if there < share:
+            have = f"{len(part.tokens):,} tokens" if whole is None else many(there, "sequence")
+            these = "the batch, the sequences or its weight" if part.source else "the batch or the sequences"
+            raise UserError(
+                f"the {part.title} holds {have}, but a step reads {share:,} sequences x {seq:,} tokens = "
+                f"{seq * share:,}: give more text, or make {these} smaller"
+            )
+        if whole is None:
+            return _Stream(part, seq, self.seed, source)
+        self.wholes.append(whole)
+        return _Records(whole)
+
+    def epochs(self, step: int) -> list[float]:
+        """How many times all documents of each source were targets before this step, for instance 1.25."""
+        sequences = [step * self.global_batch * self.turns.share(each) for each in range(len(self._windows))]
+        found = zip(sequences, self._windows, strict=True)
+        return [float(count * each.per_epoch[1] / each.per_epoch[0]) for count, each in found]
 
     def epoch(self, step: int) -> float:
-        """How many times all documents were targets before this step, for instance 1.25."""
-        windows, of = self._windows.per_epoch
-        return step * self.global_batch * of / windows
+        """The same of the source that is read least often: how many times all documents were targets."""
+        return min(self.epochs(step))
 
     def steps(self, epochs: float) -> int:
         """The fewest steps, at least 1, that read all documents this many times."""
-        windows, of = self._windows.per_epoch
-        return max(1, math.ceil(epochs * windows / (of * self.global_batch)))
+        steps = 1
+        for source, each in enumerate(self._windows):
+            share, (windows, of) = self.turns.share(source), each.per_epoch
+            parts = of * self.global_batch * share.numerator
+            steps = max(steps, math.ceil(epochs * (windows * share.denominator) / parts))
+        return steps
 
     def sequences(self, step: int) -> Tokens:
         """The global batch, [global_batch, seq + 1]: inputs are [:, :-1], targets [:, 1:].
 
         The input before a document's first token is an end token, also at the very beginning.
         """
-        return self._windows.read(self._numbers(step, 0, self.global_batch))[0]
+        return self._read(self._places(step, 0, self.global_batch))[0]
 
     def for_rank(self, step: int, rank: int, world_size: int) -> tuple[Tokens, Tokens]:
         """(inputs, targets), each [n, seq]: the rank's rows of the global batch; only these are read.
@@ -109,29 +141,62 @@ class Batches:
         have n = 0.
         """
         first, last = rows(self.global_batch, rank, world_size)
-        return inputs_and_targets(*self._windows.read(self._numbers(step, first, last)))
+        return inputs_and_targets(*self._read(self._places(step, first, last)))
 
     def learned(self, step: int) -> int:
         """The targets of the global batch that count."""
-        return self._windows.learned(self._numbers(step, 0, self.global_batch))
+        by_source = _by_source(self._places(step, 0, self.global_batch))
+        return sum(
+            self._windows[source].learned([window for _, window in each])
+            for source, each in by_source.items()
+        )
 
     def names(self, step: int, first: int = 0, last: int | None = None) -> list[int]:
         """The documents with a target in rows [first, last) of a step: indices into the part."""
-        windows = self._numbers(step, first, self.global_batch if last is None else last)
-        return list(dict.fromkeys(each for window in windows for each in self._windows.documents(window)))
+        places = self._places(step, first, self.global_batch if last is None else last)
+        begins = np.cumsum([0, *(each.documents for each in self.part.sources)]).tolist()
+        return list(
+            dict.fromkeys(
+                begins[source] + each
+                for source, window in places
+                for each in self._windows[source].documents(window)
+            )
+        )
 
-    def _numbers(self, step: int, first: int, last: int) -> list[int]:
-        """The window of each of the rows [first, last) of a step."""
+    def _places(self, step: int, first: int, last: int) -> list[Place]:
+        """Source and window of each of the rows [first, last) of a step."""
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
         begin = step * self.global_batch
-        return [self._shuffled(number) for number in range(begin + first, begin + last)]
+        places = map(self.turns.place, range(begin + first, begin + last))
+        return [(source, self._shuffled(source, number)) for source, number in places]
 
-    def _shuffled(self, number: int) -> int:
-        length = self._windows.per_stretch
+    def _shuffled(self, source: int, number: int) -> int:
+        length = self._windows[source].per_stretch
         stretch, place = divmod(number, length)
-        shuffle = _kept(self._shuffles, stretch, lambda: _permutation(self.seed, 1, stretch, length))
+        shuffle = _kept(
+            self._shuffles[source], stretch, lambda: _permutation(self.seed, 1, stretch, length, source)
+        )
         return stretch * length + int(shuffle[place])
+
+    def _read(self, places: Sequence[Place]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
+        """As `Windows.read`."""
+        rows = np.empty((len(places), self.seq + 1), np.int64)
+        counts = np.empty(rows.shape, np.bool_) if self.wholes else None
+        for source, each in _by_source(places).items():
+            into, windows = zip(*each, strict=True)
+            rows[[*into]], which = self._windows[source].read(windows)
+            if counts is not None:
+                counts[[*into]] = which
+        return rows, counts
+
+
+def _by_source(places: Sequence[Place]) -> dict[int, list[tuple[int, int]]]:
+    """Source -> (which of the places, window) of each that is of it."""
+    found = defaultdict[int, list[tuple[int, int]]](list)
+    for at, (source, window) in enumerate(places):
+        found[source].append((at, window))
+    return found
 
 
 def inputs_and_targets(rows: Tokens, counts: npt.NDArray[np.bool_] | None) -> tuple[Tokens, Tokens]:
@@ -159,8 +224,8 @@ class _Records:
 class _Stream:
     """Text: one document after the other, whose windows are cut where they end."""
 
-    def __init__(self, part: Part, seq: int, seed: int) -> None:
-        self._part, self._seq, self._seed = part, seq, seed
+    def __init__(self, part: Part, seq: int, seed: int, source: int) -> None:
+        self._part, self._seq, self._seed, self._source = part, seq, seed, source
         self._per_epoch = len(part.tokens)
         self.per_stretch, self.per_epoch = self._per_epoch // seq, (self._per_epoch, seq)
         self._orders: OrderedDict[int, _Order] = OrderedDict()
@@ -198,7 +263,7 @@ class _Stream:
         return pieces
 
     def _order(self, epoch: int) -> _Order:
-        return _kept(self._orders, epoch, lambda: _Order.of(self._part, self._seed, epoch))
+        return _kept(self._orders, epoch, lambda: _Order.of(self._part, self._seed, epoch, self._source))
 
 
 def rows(global_batch: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -226,8 +291,8 @@ class _Order:
     ends: npt.NDArray[np.int64]  # [documents]: the epoch's tokens up to the end of each, in that order
 
     @classmethod
-    def of(cls, part: Part, seed: int, epoch: int) -> _Order:
-        order = _permutation(seed, 0, epoch, part.documents)
+    def of(cls, part: Part, seed: int, epoch: int, source: int) -> _Order:
+        order = _permutation(seed, 0, epoch, part.documents, source)
         return cls(order, np.cumsum(np.diff(part.offsets)[order]))
 
     def pieces(self, part: Part, begin: int, end: int) -> list[_Piece]:
@@ -242,12 +307,13 @@ class _Order:
         return pieces
 
 
-def _permutation(seed: int, purpose: int, number: int, length: int) -> npt.NDArray[np.int64]:
-    """The numbers below `length`, in an order that depends on seed, purpose and number (the epoch, say)."""
+def _permutation(seed: int, purpose: int, number: int, length: int, source: int) -> npt.NDArray[np.int64]:
+    """The numbers below `length`, in an order that depends on seed, purpose, number (the epoch, say) and
+    source."""
     # numpy promises the generator's raw bits for ever and on every machine, but not the result of
     # `permutation`. Equal keys, which hardly occur, keep their order, because the sort is stable.
     key = np.array([seed % 2**64, number], np.uint64)
-    counter = np.array([0, 0, 0, purpose], np.uint64)
+    counter = np.array([0, 0, source, purpose], np.uint64)
     keys = np.random.Philox(key=key, counter=counter).random_raw(length)
     return np.argsort(keys, kind="stable")
 

@@ -6,23 +6,36 @@ import hashlib
 import itertools
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from imece.data.corpus import common_folder, documents, held_out, share_of_one, total_bytes
+from imece.data.corpus import Source, common_folder, divided, documents, total_bytes
 from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place
 from imece.data.records import Document, Encoded, Reading
 from imece.data.tokenizer import Tokenizer
-from imece.data.tokens import ANSWERS, MANIFEST, PARTS, SUFFIXES, TokenFiles, open_tokens, write_manifest
+from imece.data.tokens import (
+    ANSWERS,
+    MANIFEST,
+    PARTS,
+    SOURCES,
+    SUFFIXES,
+    TokenFiles,
+    open_tokens,
+    write_manifest,
+)
 from imece.errors import UserError
 from imece.listing import many
 from imece.writing import leftovers, sync, sync_folder
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all files)
+
+_Divided = tuple[Source, Document, bool]  # whether it is for validation
 
 _LOCK = "lock"
 _PARTIAL = ".partial"
@@ -38,6 +51,7 @@ def build(
     reading: Reading,
     tokenizer: Tokenizer,
     *,
+    by_source: Sequence[Source] = (),
     validation: Sequence[Path] = (),
     share: float = 0.02,
     seed: int = 0,
@@ -49,15 +63,17 @@ def build(
     builder is killed, the next process builds. `progress` is called only in the process that builds. To find
     out whether the files are up to date, every process reads all of `files` and all tokens, about 1 GB/s.
 
-    validation: files of which all documents are in the validation part.
-    share, seed: choose the documents of `files` that `corpus.held_out` puts there too; at least one, unless
-    share is 0. UserError if a part gets no document, if the folder has files under our names that are not
-    ours, or if it cannot be written.
+    by_source: the same files by source, if there are several. validation: files of which all documents are in
+    the validation part.
+    share, seed: choose the documents of `files` that `corpus.held_out` puts there too; at least one of each
+    source, unless share is 0. UserError if a part gets no document of a source, if the folder has files under
+    our names that are not ours, or if it cannot be written.
     """
     folder = Path(folder)
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
-    wanted = _wanted(files, reading, tokenizer, share, seed)
+    sources = by_source or [Source("", files)]
+    wanted = _wanted(sources, reading, tokenizer, share, seed)
     if validation:
         wanted["validation"] = _source_hash(validation, reading)
     try:
@@ -75,7 +91,7 @@ def build(
                 if _manifest_file(folder) == seen:  # otherwise another process has built meanwhile
                     with _no_leftovers(folder):
                         _build(
-                            folder, files, validation, reading, tokenizer, wanted,
+                            folder, sources, validation, reading, tokenizer, wanted,
                             progress or (lambda _done, _total: None),
                         )  # fmt: skip
                     return open_tokens(folder)
@@ -101,11 +117,12 @@ def _source_hash(files: Sequence[Path], reading: Reading) -> str:
 
 
 def _wanted(
-    files: Sequence[Path], reading: Reading, tokenizer: Tokenizer, share: float, seed: int
+    sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, share: float, seed: int
 ) -> dict[str, Any]:
     """Everything that the content of the token files depends on."""
+    hashes = [[each.name, _source_hash(each.files, reading)] for each in sources]
     wanted = {
-        "source": _source_hash(files, reading),
+        "source": hashes if hashes[1:] else hashes[0][1],
         "tokenizer": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
@@ -146,7 +163,7 @@ def _foreign(folder: Path) -> str | None:
 
 def _build(
     folder: Path,
-    files: Sequence[Path],
+    sources: Sequence[Source],
     apart: Sequence[Path],
     reading: Reading,
     tokenizer: Tokenizer,
@@ -160,26 +177,26 @@ def _build(
     content, and the next call builds again. apart: files that are for validation.
     """
     share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
-    share = share_of_one(files, reading, share, seed)
+    files = [path for source in sources for path in source.files]
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     total, done, skipped = total_bytes([*files, *apart]), 0, dict[Path, str]()
-    streams = (
-        (share, documents(files, reading, skipped, to_hold_out=share > 0)),
-        (1.0, documents(apart, reading, skipped)),
-    )
+    given = divided(sources, reading, share, seed, skipped)
+    named = ((Source("", apart), document, True) for document in documents(apart, reading, skipped))
     with (
         closing(_PartWriter(folder, "train", dtype, reading)) as train,
         closing(_PartWriter(folder, "validation", dtype, reading)) as validation,
     ):
-        for share_of_it, batch in ((each, batch) for each, stream in streams for batch in _batches(stream)):
-            for document, encoded in zip(batch, reading.encode(tokenizer, batch), strict=True):
-                part = validation if held_out(document.text, share_of_it, seed) else train
-                part.add(encoded, document.learned_bytes)
+        for batch in _batches(itertools.chain(given, named)):
+            encoded = reading.encode(tokenizer, [document for _, document, _ in batch])
+            for (source, document, held_out), each in zip(batch, encoded, strict=True):
+                part = validation if held_out else train
+                part.add(each, document.learned_bytes, source.name)
                 done += len(document.text.encode())
             progress(min(done, total), total)  # a table's text may be larger than its file
         progress(total, total)
-        _check_parts(train, validation, share, files, skipped)
-        if apart and not validation.documents:
+        for source in sources:
+            _check_parts(train, validation, share, source, skipped)
+        if apart and not validation.all.documents:
             raise UserError(f"{common_folder(apart)}: no text in the files for validation: name others")
         for writer in (train, validation):
             writer.finish()
@@ -215,23 +232,26 @@ def _check_parts(
     train: _PartWriter,
     validation: _PartWriter,
     share: float,
-    files: Sequence[Path],
+    source: Source,
     skipped: Mapping[Path, str],
 ) -> None:
-    number = train.documents + validation.documents
+    files, apart = source.files, validation.of_source[source.name]
+    held_out = apart.documents
+    number = train.of_source[source.name].documents + held_out
     name = files[0] if len(files) == 1 else common_folder(files)
     if not number:
+        skipped = {path: why_not for path, why_not in skipped.items() if path in files}
         why = f" ({'; '.join(_first_few(skipped, common_folder(files)))})" if skipped else ""
         raise UserError(f"{name}: no text in {many(len(files), 'file')}{why}: name others")
-    if number == 1 and validation.documents:
+    if number == 1 and held_out:
         raise UserError(
-            f"{name} holds one document, of {validation.text_bytes:,} bytes, and it is held out for "
+            f"{name} holds one document, of {apart.bytes:,} bytes, and it is held out for "
             "validation: --data.held-out 0, or more text"
         )
-    for writer, wish in ((train, True), (validation, share > 0)):
-        if wish and not writer.documents:
+    for part, left, wish in (("train", number - held_out, True), ("validation", held_out, share > 0)):
+        if wish and not left:
             raise UserError(
-                f"{name}: of {number} documents none is left for {writer.name}: "
+                f"{name}: of {number} documents none is left for {part}: "
                 "set another held-out share, or 0, or give more documents"
             )
 
@@ -254,12 +274,12 @@ def _remove_partial(folder: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _batches(all_documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(all_documents: Iterator[_Divided]) -> Iterator[list[_Divided]]:
+    batch: list[_Divided] = []
     size = 0
-    for document in all_documents:
-        batch.append(document)
-        size += len(document.text)
+    for each in all_documents:
+        batch.append(each)
+        size += len(each[1].text)
         if size >= _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
@@ -267,27 +287,43 @@ def _batches(all_documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
+@dataclass
+class _Counts:
+    """What a part has of a source."""
+
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    learned: int = 0
+
+    def of(self, reading: Reading) -> dict[str, int]:
+        counts = asdict(self)
+        if not reading.whole:
+            del counts["learned"]
+        return counts
+
+
 class _PartWriter:
     """Appends documents to two files under temporary names, or to three if only answers are learned."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], reading: Reading) -> None:
-        self.name = name
-        self.documents = self.tokens = self.text_bytes = self.learned = 0
-        self._dtype = dtype
+        self.all, self.of_source = _Counts(), defaultdict[str, _Counts](_Counts)
+        self._dtype, self._reading = dtype, reading
         suffixes = (*SUFFIXES, ANSWERS) if reading.whole else SUFFIXES
         self._files = {suffix: (folder / f"{name}.{suffix}{_PARTIAL}").open("wb") for suffix in suffixes}
         self._checksums = {suffix: hashlib.blake2b(digest_size=DIGEST_BYTES) for suffix in suffixes}
         self._append("idx", np.int64(0).tobytes())
 
-    def add(self, encoded: Encoded, text_bytes: int) -> None:
+    def add(self, encoded: Encoded, text_bytes: int, source: str) -> None:
         self._append("bin", encoded.ids.astype(self._dtype).tobytes())
         if encoded.learned is not None:
             self._append(ANSWERS, encoded.learned.tobytes())
-            self.learned += int(encoded.learned.sum())
-        self.documents += 1
-        self.tokens += len(encoded.ids)
-        self.text_bytes += text_bytes
-        self._append("idx", np.int64(self.tokens).tobytes())
+        for counts in (self.all, self.of_source[source]):
+            counts.documents += 1
+            counts.bytes += text_bytes
+            counts.tokens += len(encoded.ids)
+            counts.learned += int(encoded.learned.sum()) if encoded.learned is not None else 0
+        self._append("idx", np.int64(self.all.tokens).tobytes())
 
     def _append(self, suffix: str, content: bytes) -> None:
         self._files[suffix].write(content)
@@ -305,10 +341,8 @@ class _PartWriter:
 
     def counts(self) -> dict[str, Any]:
         checksums = {suffix: digest.hexdigest() for suffix, digest in self._checksums.items()}
-        return {
-            "documents": self.documents,
-            "bytes": self.text_bytes,
-            "tokens": self.tokens,
-            **({"learned": self.learned} if ANSWERS in checksums else {}),
-            "checksums": checksums,
+        counts = {**self.all.of(self._reading), "checksums": checksums}
+        named = {
+            name: each.of(self._reading) for name, each in self.of_source.items() if name and each.tokens
         }
+        return counts | ({SOURCES: named} if named else {})

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from imece.data import tables
@@ -119,6 +120,25 @@ def total_bytes(files: Sequence[Path]) -> int:
 def common_folder(files: Sequence[Path]) -> str:
     """The deepest folder that holds all files. Names are relative to it, so that a corpus can be moved."""
     return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files]) if files else "/"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that are read as one: whose documents are held out, and of several sources weighed, together."""
+
+    name: str  # "" for the only one
+    files: Sequence[Path]
+
+
+def divided(
+    sources: Sequence[Source], reading: Reading, share: float, seed: int, skipped: dict[Path, str]
+) -> Iterator[tuple[Source, Document, bool]]:
+    """The documents of each source in order, and whether they are for validation: a share of each source, at
+    least one document, unless share is 0. skipped: as in `documents`."""
+    for source in sources:
+        of_it = share_of_one(source.files, reading, share, seed)
+        for document in documents(source.files, reading, skipped, to_hold_out=of_it > 0):
+            yield source, document, held_out(document.text, of_it, seed)
 
 
 def held_out(text: str, share: float, seed: int = 0) -> bool:

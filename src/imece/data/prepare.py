@@ -10,8 +10,9 @@ from pathlib import Path
 
 from imece.data.build import build
 from imece.data.chats import Chats
-from imece.data.corpus import total_bytes
+from imece.data.corpus import Source, total_bytes
 from imece.data.files import locked, other_place
+from imece.data.mix import whole_weights
 from imece.data.records import FIELDS, Answers, Format, Reading, Texts
 from imece.data.sources import GoneError, sources
 from imece.data.tokenizer import (
@@ -36,6 +37,8 @@ class TextSource:
     paths: tuple[str, ...] = ()
     """Files, folders, globs and datasets (hf:NAME, hf:NAME:SPLIT). Default: the standard library of this
     Python."""
+    weights: tuple[float, ...] = ()
+    """For each of `paths` how much of a run is read of it, beside the others: each is a source then."""
     format: Format = "text"
     """text: all of it is learned; answers: records of a prompt and its answer, which alone is learned; chat:
     records of messages, of which those of the assistant are."""
@@ -57,6 +60,7 @@ class TextSource:
         for name in ("paths", "validation"):
             if "" in (paths := getattr(self, name)):
                 raise ValueError(f"{name} is {list(paths)}: an empty path names nothing, leave it out")
+        whole_weights(self.weights)
         if not self.tokenizer:
             raise ValueError(f"tokenizer is '': such as {TextSource.tokenizer!r}")
         usual, count = FIELDS[self.format], self.fields.count(",") + 1
@@ -111,14 +115,15 @@ def prepare(
     run_folders: list[Path] = []
     reading = reading_of(source, tokenizer_path)
     try:
-        files = sources(source.paths, reading, run_folders)
         validation = sources(source.validation, reading) if source.validation else []
+        by_source = _by_source(source, reading, validation, run_folders)
     except GoneError:
         if (made := _made(tokenizer_path, folder)) is None:
             raise
         return made
-    files = _others(files, validation)
-    tokenizer = _tokenizer(source, reading, files, tokenizer_path, progress)
+    files = [path for each in by_source for path in each.files]
+    by_source = by_source[1:] and by_source
+    tokenizer = _tokenizer(source, reading, files, by_source, tokenizer_path, progress)
     every = [*files, *validation]
     making = f"making tokens of {many(len(every), 'file')}"
     tokens = build(
@@ -126,6 +131,7 @@ def prepare(
         files,
         reading,
         tokenizer,
+        by_source=by_source,
         validation=validation,
         share=source.share,
         seed=source.seed,
@@ -145,6 +151,39 @@ def reading_of(source: TextSource, tokenizer_path: Path) -> Reading:
             return Answers(*source.fields.split(","))
         case "text":
             return Texts(source.fields)
+
+
+def _by_source(
+    source: TextSource, reading: Reading, validation: Sequence[Path], run_folders: list[Path]
+) -> list[Source]:
+    """The files of each source; without weights all text is one. UserError if a file is of two sources, or if
+    one has none that is not for validation."""
+    paths, count = source.paths, len(source.weights)
+    if not count:
+        return [Source("", _others(sources(paths, reading, run_folders), validation))]
+    if count != len(paths):
+        raise UserError(
+            f"--data.weights names {many(count, 'weight')} for {many(len(paths), 'name')} behind --data: one "
+            "for each of them, or leave it out"
+        )
+    found, owner = list[Source](), dict[str, int]()
+    for number, (name, path) in enumerate(zip(_names(paths), paths, strict=True)):
+        files = _others(sources([path], reading, run_folders), validation)
+        for file in files:
+            other = owner.setdefault(os.path.realpath(file), number)
+            if other != number:
+                raise UserError(
+                    f"{file} is in both {paths[other]} and {path}: with --data.weights a file is of one of "
+                    "them: name others, or leave that option out"
+                )
+        found.append(Source(name, files))
+    return found
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """A short name for each, where these differ."""
+    short = [os.path.basename(path.rstrip("/")) or path for path in paths]
+    return short if len(set(short)) == len(short) else list(paths)
 
 
 def _others(files: list[Path], validation: Sequence[Path]) -> list[Path]:
@@ -177,13 +216,18 @@ def _made(tokenizer_path: Path, folder: Path) -> Prepared | None:
 
 
 def _tokenizer(
-    source: TextSource, reading: Reading, files: Sequence[Path], path: Path, progress: Progress | None
+    source: TextSource,
+    reading: Reading,
+    files: Sequence[Path],
+    by_source: Sequence[Source],
+    path: Path,
+    progress: Progress | None,
 ) -> Tokenizer:
     if not os.path.exists(path):
         try:
             with locked(path.with_name(f".{path.name}.lock")):
                 if not os.path.exists(path):  # nobody made it while this process waited
-                    _make(source, reading, files, progress).save(path)
+                    _make(source, reading, files, by_source, progress).save(path)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}): {other_place(error)} folder"
@@ -192,7 +236,11 @@ def _tokenizer(
 
 
 def _make(
-    source: TextSource, reading: Reading, files: Sequence[Path], progress: Progress | None
+    source: TextSource,
+    reading: Reading,
+    files: Sequence[Path],
+    by_source: Sequence[Source],
+    progress: Progress | None,
 ) -> Tokenizer:
     if source.tokenizer == "bytes":
         return ByteTokenizer()
@@ -203,6 +251,7 @@ def _make(
             source.vocab_size,
             share=source.share,
             seed=source.seed,
+            by_source=by_source,
             progress=partial(progress, "learning the tokenizer") if progress else None,
         )
     given = Path(os.path.expanduser(source.tokenizer))

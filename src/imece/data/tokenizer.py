@@ -17,7 +17,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from imece.data.corpus import documents, fraction, held_out, share_of_one, total_bytes
+from imece.data.corpus import Source, divided, fraction, total_bytes
 from imece.data.files import digest, other_place
 from imece.data.records import TEXT, Reading
 from imece.errors import UserError
@@ -268,6 +268,7 @@ def train_bpe(
     share: float = 0.02,
     seed: int = 0,
     sample_bytes: int = 20_000_000,
+    by_source: Sequence[Source] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokenizer:
     """A byte-level BPE of the documents in `files`; the same content gives the same BPE on every machine.
@@ -275,6 +276,7 @@ def train_bpe(
     vocab_size: entries, with `end` and the 256 bytes; a small corpus may fill fewer.
     share, seed: documents that `build` puts into the validation part are not learned from.
     sample_bytes: about this much of a larger corpus is learned from; documents are drawn by content.
+    by_source: the files of each source, if there are several; what is learned from is not weighed.
     progress: called with (bytes of text read, bytes of all files), about once per MiB.
     UserError if the vocabulary has no room for all bytes.
     """
@@ -288,15 +290,15 @@ def train_bpe(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_letters(), show_progress=False
     )
     total = total_bytes(files)
-    share = share_of_one(files, reading, share, seed)
+    by_source = by_source or [Source("", files)]
 
     def sample() -> Iterator[str]:
         done = told = 0
         # Cut as for the token files: a document that is whole here might be held out in part there.
-        for document in documents(files, reading, skipped={}, to_hold_out=share > 0):
+        for _, document, apart in divided(by_source, reading, share, seed, skipped={}):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
-            if drawn and not held_out(text, share, seed):
+            if drawn and not apart:
                 yield from filter(None, _LONG_WORD.split(text))
             done += len(text.encode())
             if progress and done - told >= _PROGRESS_BYTES:

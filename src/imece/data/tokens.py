@@ -6,14 +6,17 @@ train.idx       int64 [documents + 1]: where in train.bin each document begins, 
 train.ans       bool [tokens]: which are learned; only if the documents are records, of which answers are
 validation.bin, validation.idx, validation.ans
 manifest.json   what they were made from, their sizes and checksums; written last: without it there is nothing
+
+If the text is of several sources, in a proportion of their own, their documents follow each other, and the
+manifest has the sizes of each.
 lock            held by the process that builds; it may stay for ever
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ MANIFEST = "manifest.json"
 PARTS = ("train", "validation")
 SUFFIXES = ("bin", "idx")
 ANSWERS = "ans"  # the suffix of the third file, if there is one
+SOURCES = "sources"  # the manifest's key of what each of several sources has of a part
 
 _VERSION = 1
 
@@ -43,6 +47,23 @@ class Part:
     text_bytes: int  # of the text that the tokens were made from; of records, only that of the answers
     learned: npt.NDArray[np.bool_] | None = None  # [number of tokens], mapped too; None: all are learned
     learned_tokens: int = 0  # if only answers are
+    source: str = ""  # its name, if this is only what the part has of one of several sources
+    divided: tuple[Part, ...] = ()  # the same by source, if there are several
+
+    @property
+    def sources(self) -> tuple[Part, ...]:
+        """What is of each source, one after the other; of a single one all of it."""
+        return self.divided or (self,)
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{self.name} part of {self.source}" if self.source else f"{self.name} part"
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are learned."""
+        return len(self.tokens) if self.learned is None else self.learned_tokens
 
     @property
     def documents(self) -> int:
@@ -89,7 +110,7 @@ def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
         skipped_bytes=manifest.get("skipped_bytes", 0),  # manifests of older versions lack both
         skipped_first=tuple(manifest.get("skipped_first", ())),
         made_from=made_from,
-        identity=digest(json.dumps([manifest[name]["checksums"] for name in PARTS]).encode()),
+        identity=digest(json.dumps(_content(manifest)).encode()),
     )
 
 
@@ -118,6 +139,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged ({error!r}): imece train makes it again") from error
 
 
+def _content(manifest: Mapping[str, Any]) -> list[Any]:
+    """What the tokens are, and of which source each is."""
+    divided = [manifest[name][SOURCES] for name in PARTS if SOURCES in manifest[name]]
+    return [manifest[name]["checksums"] for name in PARTS] + divided
+
+
 def _open_part(
     folder: Path, name: str, dtype: np.dtype[Any], end: int, counts: dict[str, Any], verify: bool
 ) -> Part:
@@ -132,10 +159,29 @@ def _open_part(
         path = folder / f"{name}.{suffix}"
         if file_digest(path)[0] != counts["checksums"][suffix]:
             raise UserError(f"{path}: damaged, its checksum is another: imece train makes it again")
-    if ANSWERS not in counts["checksums"]:
-        return Part(name, tokens, offsets, end, counts["bytes"])
-    learned = _map(folder / f"{name}.{ANSWERS}", np.dtype(np.bool_), counts["tokens"])
-    return Part(name, tokens, offsets, end, counts["bytes"], learned, counts["learned"])
+    learned = None
+    if ANSWERS in counts["checksums"]:
+        learned = _map(folder / f"{name}.{ANSWERS}", np.dtype(np.bool_), counts["tokens"])
+    part = Part(name, tokens, offsets, end, counts["bytes"], learned, counts.get("learned", 0))
+    return replace(part, divided=tuple(_divided(part, counts.get(SOURCES, {}))))
+
+
+def _divided(part: Part, sources: Mapping[str, Mapping[str, int]]) -> Iterator[Part]:
+    """What the part has of each source, by their counts."""
+    first = 0
+    for source, counts in sources.items():
+        last = first + counts["documents"]
+        begin, end = part.offsets[[first, last]].tolist()
+        yield replace(
+            part,
+            tokens=part.tokens[begin:end],
+            offsets=part.offsets[first : last + 1] - begin,
+            text_bytes=counts["bytes"],
+            learned=part.learned[begin:end] if part.learned is not None else None,
+            learned_tokens=counts.get("learned", 0),
+            source=source,
+        )
+        first = last
 
 
 def _map(path: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:

@@ -31,7 +31,7 @@ class WholeWindows:
         self.longest = int(lengths.max(initial=0))  # tokens
         if self.left_out and not len(fitting):
             raise UserError(
-                f"none of {len(lengths):,} records of the {part.name} part fits into a sequence of {seq:,} "
+                f"none of {len(lengths):,} records of the {part.title} fits into a sequence of {seq:,} "
                 f"tokens, the shortest has {lengths.min():,}: --model.max-seq {lengths.min() - 1} or more"
             )
         self._records = _packed(lengths, fitting[np.argsort(-lengths[fitting], kind="stable")], seq + 1)

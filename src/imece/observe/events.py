@@ -29,6 +29,7 @@ TAGS = {
     "val_s": "time/val_s",
     "save_s": "time/save_s",
 }
+_BY_SOURCE = "val_loss/"  # and the source's name
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d{6})")
 
 
@@ -60,8 +61,9 @@ class Events:
         """Write the numbers of `record` that have a tag, at its "step". OSError if that fails."""
         values = [
             self._summary.Value(tag=tag, simple_value=value)
-            for key, tag in TAGS.items()
-            if isinstance(value := record.get(key), int | float)
+            for key, value in record.items()
+            if (tag := TAGS.get(key, key if key.startswith(_BY_SOURCE) else None)) is not None
+            and isinstance(value, int | float)
         ]
         self._add(self._event(wall_time=now, step=record["step"], summary=self._summary(value=values)))
 

@@ -17,7 +17,7 @@ from imece.observe.curves import MOST_POINTS, Curve, curve, frame, piecewise_mea
 from imece.observe.loss_plot import write_loss_plot
 from imece.observe.metrics import FILE as METRICS
 from imece.observe.page import page
-from imece.observe.run_files import RunFiles
+from imece.observe.run_files import BY_SOURCE, RunFiles
 from imece.observe.units import duration, gigabytes, milliseconds, si
 from imece.observe.visible import visible
 from imece.writing import write_whole
@@ -131,6 +131,8 @@ def _baselines(files: RunFiles) -> str:
         )
     counted = files.summary.get("baselines_counted_in")
     some = f" Counted in {_text(str(counted))}." if counted else ""
+    if by_source := files.summary.get(BY_SOURCE):
+        some += f" By source: {_text(', '.join(f'{name} {loss:.3f}' for name, loss in by_source.items()))}."
     return (
         '<h2>Validation loss beside baselines</h2>\n<div class="card"><div class="bars">'
         + "".join(cells)

@@ -18,6 +18,9 @@ ENDED = "ended"
 CHECKPOINT = "checkpoint"
 """The key of summary.json with the step of the newest checkpoint on the disk; null: there is none."""
 
+BY_SOURCE = "val_loss_by_source"
+"""The key of summary.json with the validation loss of each source, if there are several."""
+
 
 @dataclass(frozen=True)
 class RunFiles:

@@ -9,11 +9,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from imece.data.batches import Batches
+from imece.data.mix import whole_weights
+from imece.data.prepare import Prepared
 from imece.errors import UserError
 from imece.listing import many
 from imece.model_parallel.schedules import check_schedule
 from imece.observe.units import multiples_near
-from imece.train.config import BatchSection, MeshSection
+from imece.train.config import BatchSection, MeshSection, TrainConfig
 
 _MOST_AT_ONCE = 8  # sequences: with more, a CPU rank gets no faster
 _BY_STAGE = 4  # micro-batches per stage of a pipeline, which then idles at most a fifth of the time
@@ -54,6 +57,12 @@ class BatchPlan:
             f"{self.sequences} sequences x {self.seq} = micro-batch {self.micro} x {self.accumulation} "
             f"{how} x {ranks}, {self.tokens:,} tokens a step"
         )
+
+
+def batches_of(config: TrainConfig, prepared: Prepared, plan: BatchPlan) -> Batches:
+    """What the steps of a run read. UserError if the text is too short for that."""
+    weights = whole_weights(config.data.weights)
+    return Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed, weights)
 
 
 def shared_among(plan: BatchPlan, ranks: int) -> BatchPlan:

@@ -137,6 +137,9 @@ class DataSection:
     paths: Annotated[tuple[str, ...], also("--data")] = ()
     """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's standard
     library, as it lies on this machine."""
+    weights: tuple[float, ...] = ()
+    """In what proportion a run reads the names of --data, such as 3 1 1: each is a source of its own.
+    Default: all of it together, by its size."""
     format: Format = "text"
     """text; or records of which only answers are learned: answers (a prompt and its answer) or chat
     (messages)."""
@@ -164,8 +167,9 @@ class DataSection:
     def source(self) -> TextSource:
         """The same for `data.prepare`. Which documents are held out does not depend on the run's seed."""
         return TextSource(
-            paths=self.paths, format=self.format, field=self.field, tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size, held_out=self.held_out, validation=self.validation,
+            paths=self.paths, weights=self.weights, format=self.format, field=self.field,
+            tokenizer=self.tokenizer, vocab_size=self.vocab_size, held_out=self.held_out,
+            validation=self.validation,
         )  # fmt: skip
 
     def absolute(self) -> DataSection:
@@ -340,7 +344,7 @@ class ValidateSection:
     every: int = 50
     """Steps between two validations; 0: only at the end."""
     tokens: int = 32_768
-    """Tokens per validation, spread over the held-out part; 0: all."""
+    """Tokens per validation, spread over the held-out part, of each source equally many; 0: all."""
     patience: int = 0
     """End the run after this many validations in a row without a new lowest loss (early stopping), and keep
     the checkpoint of each new lowest one until there is a lower one. 0: never."""

@@ -90,6 +90,8 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         for item in items:
             _check_text(item, name)
         return tuple(items)
+    if kind == tuple[float, ...]:
+        return tuple(_value(float, item, name) for item in (value if isinstance(value, list) else [value]))
     allowed = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
     wanted = allowed[0]
     if wanted is float and type(value) is int and abs(value) <= MOST:

@@ -70,9 +70,23 @@ def summed(model: nn.Module, precision: Precision, inputs: Tensor, targets: Tens
 
 
 def windows_read(part: Part, seq: int, most_tokens: int) -> int:
-    """Number of windows in which `evaluate` reads the part; equal numbers mean the same windows."""
-    whole = WholeWindows(part, seq) if part.learned is not None else None
-    return _chosen(_windows_of(part, seq, whole), seq, most_tokens)
+    """Number of windows in which `evaluate` reads a part's sources; equal numbers mean the same windows."""
+    count = 0
+    for each in part.sources:
+        whole = WholeWindows(each, seq) if each.learned is not None else None
+        count += _chosen(_windows_of(each, seq, whole), seq, of_each(part, most_tokens))
+    return count
+
+
+def of_each(part: Part, most_tokens: int) -> int:
+    """`most_tokens` that are to be read of a part, for each of its sources."""
+    return math.ceil(most_tokens / len(part.sources))
+
+
+def of_all(part: Part, losses: Sequence[float]) -> float:
+    """The loss of all tokens of a part that are learned, from those of its sources."""
+    shares = [each.targets / part.targets for each in part.sources]
+    return sum(share * loss for share, loss in zip(shares, losses, strict=True))
 
 
 def _windows_of(part: Part, seq: int, whole: WholeWindows | None) -> int:

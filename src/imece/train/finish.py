@@ -19,7 +19,7 @@ from imece.listing import many
 from imece.models.generate import LogitsError, generate
 from imece.observe.loss_plot import write_loss_plot
 from imece.observe.report import write_report
-from imece.observe.run_files import CHECKPOINT, ENDED, as_argument
+from imece.observe.run_files import BY_SOURCE, CHECKPOINT, ENDED, as_argument
 from imece.observe.units import duration, si
 from imece.train.loop import Loop
 from imece.train.origin import trained_model
@@ -36,14 +36,15 @@ _TEMPERATURE = 0.6
 def finish(session: Session, loop: Loop, watching: Watching) -> None:
     """Validate on everything held out; rank 0 compares, samples, and writes summary.json and the report."""
     held_out = session.prepared.tokens.validation
-    val_loss = None
+    val_loss, by_source = None, dict[str, float]()
     if len(held_out.tokens):
         watching.under_way("validating on all held-out text")
-        val_loss = loop.validate(most_tokens=0)
+        val_loss, by_source = loop.validate(most_tokens=0)
     saved = session.finish_save()
     watching.pass_on()
     with session.wrapped.gathered():
-        summary = _summary(session, val_loss) if session.mesh.rank == 0 else None  # rank 0 samples alone
+        alone = session.mesh.rank == 0  # which samples
+        summary = _summary(session, val_loss, by_source) if alone else None
     if summary is None:
         return
     _write(session, summary)
@@ -144,21 +145,22 @@ def _figures(session: Session) -> dict[str, Any]:
     }
 
 
-def _summary(session: Session, val_loss: float | None) -> dict[str, Any]:
+def _summary(session: Session, val_loss: float | None, by_source: dict[str, float]) -> dict[str, Any]:
     tokens = session.prepared.tokens
     summary = _figures(session) | {"sample": _sample(session, _prompt(session))}
     if session.why_early:
         summary[ENDED] = session.why_early
     if val_loss is not None and math.isfinite(val_loss):
         held_out = tokens.validation
-        counted = len(held_out.tokens) if held_out.learned is None else held_out.learned_tokens
-        bits_a_byte = val_loss / math.log(2) * counted / held_out.text_bytes
+        bits_a_byte = val_loss / math.log(2) * held_out.targets / held_out.text_bytes
         summary |= {
             "val_loss": val_loss,
             "val_bits_per_byte": bits_a_byte,
             "baselines": baselines(tokens.train, held_out, tokens.vocab_size),
             "baselines_counted_in": counted_in(tokens.train, held_out),
         }
+        if by_source:
+            summary[BY_SOURCE] = by_source
     return summary
 
 
@@ -180,6 +182,8 @@ def _rows(summary: dict[str, Any], saved: bool) -> list[tuple[str, str]]:
                 f"{summary['val_bits_per_byte']:.3f} bits a byte",
             )
         )
+        if by_source := summary.get(BY_SOURCE):
+            rows.append(("", "of " + ", ".join(f"{name} {loss:.3f}" for name, loss in by_source.items())))
         some = f" (counted in {where})" if (where := summary["baselines_counted_in"]) else ""
         rows.append(("", f"without a model it would be {others}{some}"))
     state = Footprint(**summary["memory"])

@@ -16,7 +16,7 @@ from imece.membership.recovery import MovedOnError, Recovered
 from imece.train.clock import Lap
 from imece.train.dividing import part_of
 from imece.train.drift import Drift, DriftError
-from imece.train.evaluate import evaluate
+from imece.train.evaluate import evaluate, of_all, of_each
 from imece.train.peak import flops_per_token, measured_peak
 from imece.train.schedule import learning_rate
 from imece.train.sending import sent
@@ -189,27 +189,35 @@ class Loop:
         self._pending = None
         self._watching.step(record, self._session.mesh.device.type == "cuda")
 
-    def validate(self, most_tokens: int) -> float:
-        """Nats per token of the held-out part, over all ranks, and the same on all of them."""
+    def validate(self, most_tokens: int) -> tuple[float, dict[str, float]]:
+        """Nats per token of the held-out part, and by source if there are several: over all ranks, and the
+        same on all of them."""
         session, group = self._session, self._session.mesh.data_group
-        nats, tokens = evaluate(
-            session.wrapped.module,
-            session.prepared.tokens.validation,
-            session.plan.seq,
-            session.plan.at_once,
-            session.precision,
-            rank=group.rank(),
-            world_size=group.size(),
-            most_tokens=most_tokens,
-            nats=session.step.passes.nats,
-        )
-        both = torch.tensor([nats, tokens], dtype=torch.float64, device=session.mesh.device)
+        part = session.prepared.tokens.validation
+        mine = [
+            evaluate(
+                session.wrapped.module,
+                each,
+                session.plan.seq,
+                session.plan.at_once,
+                session.precision,
+                rank=group.rank(),
+                world_size=group.size(),
+                most_tokens=of_each(part, most_tokens),
+                nats=session.step.passes.nats,
+            )
+            for each in part.sources
+        ]
+        both = torch.tensor(mine, dtype=torch.float64, device=session.mesh.device)  # [sources, 2]
         ops.all_reduce(both, group=group, label="validation loss")
         # Ranks that compute the same parts of a model may round otherwise, and must not end at other steps.
         ops.broadcast(both, group=session.mesh.world_group, label="validation loss of rank 0")
-        total, count = both.tolist()
+        sums = both.tolist()
         self._check_came()
-        return float(total / count)
+        losses = [float(total / count) for total, count in sums]
+        return of_all(part, losses), {
+            each.source: loss for each, loss in zip(part.divided, losses, strict=False)
+        }
 
     def _check_came(self) -> None:
         """PeerLostError if the last sums over GPUs may be wrong."""
@@ -340,9 +348,10 @@ class Loop:
         if not len(session.prepared.tokens.validation.tokens):
             return
         began = time.perf_counter()
-        val_loss = self.validate(session.config.validate.tokens)
+        val_loss, by_source = self.validate(session.config.validate.tokens)
         session.validated(val_loss)
         record["val_loss"] = val_loss
+        record |= {f"val_loss/{source}": loss for source, loss in by_source.items()}
         record["val_s"] = time.perf_counter() - began
         session.clock.lap()
 

@@ -37,7 +37,7 @@ from imece.models.transformer import Transformer
 from imece.train.adapters import begin_beside
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
-from imece.train.batch import BatchPlan, plan_batch, shared_among
+from imece.train.batch import BatchPlan, batches_of, plan_batch, shared_among
 from imece.train.beginning import begin_again, begin_with, new_model, zero
 from imece.train.choosing import strategy_of
 from imece.train.clock import Clock
@@ -444,7 +444,7 @@ def _inputs(
     check_divided(config, shape, seq)
     groups = _first_ranks(config, mesh) // divide.size
     plan = plan_batch(config.batch, seq, groups, divide)
-    batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+    batches = batches_of(config, prepared, plan)
     windows_read(prepared.tokens.validation, plan.seq, 0)  # refuses records of which none fits
     precision = choose_precision(config.compute.dtype, mesh.device)
     return folder.with_steps(config, batches), prepared, shape, plan, batches, precision

@@ -17,7 +17,6 @@ from imece.collectives.texts import gather_texts
 from imece.cores import usable_cores
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
-from imece.data.whole_windows import WholeWindows
 from imece.data_parallel.footprint import expected
 from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
@@ -35,7 +34,7 @@ from imece.train.adapters import check_libraries
 from imece.train.adapters import describe as describe_adapters
 from imece.train.agreeing import together
 from imece.train.alike import check_same_folder, check_same_start
-from imece.train.batch import plan_batch
+from imece.train.batch import batches_of, plan_batch
 from imece.train.config import TrainConfig
 from imece.train.dividing import axes_of, check_divided, groups_of
 from imece.train.drift import DriftError
@@ -57,6 +56,7 @@ from imece.writing import write_whole
 Progress = Callable[[str, int, int], None]
 
 _NAMED = 3  # texts named in a line
+_OFTEN = 4  # times that a source may be read before its weight is worth a note
 _FAR = 4.0  # a held-out share this many times larger or smaller than asked for is worth a note
 
 
@@ -83,7 +83,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
         if config.lora.rank:
             open_base(config, folder)
         prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
-        batches = Batches(prepared.tokens.train, plan.seq, plan.sequences, config.seed)
+        batches = batches_of(config, prepared, plan)
         folder.with_steps(config, batches)
         windows_read(prepared.tokens.validation, plan.seq, 0)  # refuses records of which none fits
     return ranks
@@ -186,7 +186,7 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
                 keep(path, session.prediction)
         if joined is None:
             watching.header(header(session))
-            for line in notes_on_data(session.prepared, config, session.batches.whole):
+            for line in notes_on_data(session.prepared, config, session.batches):
                 watching.note(line)
             ops.barrier(group=mesh.world_group)  # so that all ranks measure their speed at the same time
         loop = Loop(session, watching, stop)
@@ -256,6 +256,7 @@ def header(session: Session) -> list[tuple[str, str]]:
         ),
         *([("weights", _weights(session))] if config.model.weights else []),
         ("data", describe_data(session.prepared, config)),
+        *([("mix", _mix(session.batches, config.steps))] if session.batches.part.divided else []),
         (
             "ranks",
             f"{mesh.world_size} on {hosts} host{'s' if hosts > 1 else ''} "
@@ -327,18 +328,39 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     )
 
 
-def notes_on_data(prepared: Prepared, config: TrainConfig, whole: WholeWindows | None = None) -> list[str]:
-    """Surprises in the text: files that are not text, records that are too long, and a held-out share far
-    from what was asked for, if there are few documents. whole: the windows of records."""
+def _mix(batches: Batches, steps: int) -> str:
+    """Each source, its share of the sequences and how many times the run reads it."""
+    return "; ".join(
+        f"{part.source} {_percent(float(batches.turns.share(source)))}, read {_times(times)}"
+        for source, (part, times) in enumerate(zip(batches.part.sources, batches.epochs(steps), strict=True))
+    )
+
+
+def _times(times: float) -> str:
+    return f"{times:.2g} times" if times < 10 else f"{times:,.0f} times"
+
+
+def notes_on_data(prepared: Prepared, config: TrainConfig, batches: Batches | None = None) -> list[str]:
+    """Surprises in the text: files that are not text, records that are too long, a source that is read too
+    often, and a held-out share far from what was asked for, if there are few documents."""
     tokens, asked, found = prepared.tokens, config.data.held_out, _held_out(prepared)
     lines = [f"left out: {line}" for line in tokens.skipped_first]
     if lines and (more := tokens.skipped - len(lines)):
         lines.append(f"left out: {more:,} more")
-    if whole is not None and whole.left_out:
-        lines.append(
-            f"warning: {whole.left_out:,} of {whole.part.documents:,} records are left out, with more than "
-            f"{whole.seq + 1:,} tokens: --model.max-seq {whole.longest - 1} takes all"
-        )
+    for whole in batches.wholes if batches is not None else ():
+        if whole.left_out:
+            of = f" of {whole.part.source}" if whole.part.source else ""
+            lines.append(
+                f"warning: {whole.left_out:,} of {whole.part.documents:,} records{of} are left out, with "
+                f"more than {whole.seq + 1:,} tokens: --model.max-seq {whole.longest - 1} takes all"
+            )
+    times = batches.epochs(config.steps) if batches is not None else []
+    for part, often in zip(tokens.train.divided, times, strict=False):
+        if often > _OFTEN:
+            lines.append(
+                f"warning: {part.source} is read {_times(often)}: more than {_OFTEN} teach little new, "
+                "and a model may learn it by heart: a lower weight or more text helps"
+            )
     if not config.data.validation and not asked / _FAR <= found <= asked * _FAR:
         documents = tokens.train.documents + tokens.validation.documents
         lines.append(
