@@ -646,6 +646,33 @@ def added_up_in_fp32(group: dist.ProcessGroup) -> None:
         assert inner.first.grad is None
 
 
+class Unit(nn.Module):
+    """Adds the sum of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, before: torch.Tensor) -> torch.Tensor:
+        return before + self.weight.sum()
+
+
+def divided_in_reduce(group: dist.ProcessGroup) -> None:
+    """By a divisor of as many bits, in the first backward too, when most buckets have no memory so far."""
+    gradient = 255 / 128
+    for way in WAYS:
+        model, _ = wrapped(
+            way, group, lambda: nn.Sequential(Unit(), Unit(), Unit()),
+            precision=MixedPrecision(reduce=torch.float64), average="samples", bucket_cap_mb=16 / 2**20,
+        )  # fmt: skip
+        for _ in range(2):
+            loss = gradient * model(torch.zeros(()))
+            model.weigh(loss, 3 + group.rank()).backward()  # of 7 samples: fp32 has 1 / 7 only nearly
+            for part in model.parts:
+                assert set(part.parameter.grad.tolist()) == {gradient}, (way, part.name)
+            model.zero_grad()
+
+
 def written_beside_masters(group: dist.ProcessGroup) -> None:
     """Into parameters that the next step fills again from its masters."""
     for way in WAYS[:2]:
@@ -757,6 +784,7 @@ CHECKS: dict[str, Check] = {
     "read in a closure": read_in_a_closure,
     "written by data": written_by_data,
     "added up in fp32": added_up_in_fp32,
+    "divided in reduce": divided_in_reduce,
     "written beside masters": written_beside_masters,
     "hooked": hooked,
     "hook of many calls": hook_of_many_calls,
@@ -775,7 +803,7 @@ CHECKS: dict[str, Check] = {
 JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
-    *jobs(__name__, ["added up in fp32"], (2, "shm"), (2, "gloo")),
+    *jobs(__name__, ["added up in fp32", "divided in reduce"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["other rates", "rates of one that has ended", "parts by data"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half"], (3, "gloo")),
     *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),

@@ -79,7 +79,7 @@ class Sharding(Gradients):
         self._lets_go = self.offload is None and keeps_freed(device)  # gives memory back
         self._in_backward = False
         self.parts = [part for store in self.stores for part in store.parts]
-        filled = [_bucket(store) for store in self.stores]
+        filled = [_bucket(store, self.precision.reduce) for store in self.stores]
         self.all = [bucket for bucket, _ in filled]
         self.slots = sorted((slot for _, slots in filled for slot in slots), key=lambda slot: slot.index)
         reduce_bytes = self.precision.reduce.itemsize if self.precision.reduce is not None else 0
@@ -386,9 +386,10 @@ def _has_others(group: dist.ProcessGroup) -> bool:
     return group.size() > 1
 
 
-def _bucket(store: Store) -> tuple[Bucket, list[Slot]]:
-    """A bucket for the gradients of a store, without memory so far, and its slots."""
-    nothing = store.parameters.new_empty(0)
+def _bucket(store: Store, reduce: torch.dtype | None) -> tuple[Bucket, list[Slot]]:
+    """A bucket for the gradients of a store, without memory so far, and its slots. reduce: its dtype; None:
+    that of the parameters."""
+    nothing = store.parameters.new_empty(0, dtype=reduce)
     bucket = Bucket(store.plan.index, nothing, store.plan.used_numel, store.label, attached=False)
     members = zip(store.plan.places, store.items, store.members, strict=True)
     slots = [Slot(place.item, item.name, each, bucket, nothing) for place, item, each in members]
