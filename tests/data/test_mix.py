@@ -161,7 +161,10 @@ def test_a_source_needs_what_a_step_reads_of_it() -> None:
     assert message.startswith(
         "the train part of 1 holds 7 tokens, but a step reads 3 sequences x 3 tokens = 9:"
     )
-    assert message.endswith("or make the batch, the sequences or its weight smaller")
+    assert message.endswith(
+        ": give more text, --batch.sequences 8 or less, a smaller weight in --data.weights, "
+        "or a smaller --model.max-seq"
+    )
     assert "1 weight for text of 2 sources" in mistake(Batches, part, 3, 1, 1)
 
 

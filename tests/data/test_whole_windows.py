@@ -79,7 +79,10 @@ def test_records_that_do_not_fit() -> None:
         "--model.max-seq 10 or more"
     )
     assert len(WholeWindows(part, SEQ + 1)) == 1
-    assert "holds 1 sequence, but a step reads 2" in mistake(Batches, part, SEQ + 1, 2, 0)
+    assert mistake(Batches, part, SEQ + 1, 2, 0) == (
+        "the train part holds 1 sequence, but a step reads 2 sequences x 10 tokens = 20: "
+        "give more text, --batch.sequences 1 or less, or a smaller --model.max-seq"
+    )
 
 
 @pytest.mark.parametrize("lengths", [[], [2]])

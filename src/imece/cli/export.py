@@ -21,7 +21,7 @@ import tyro
 from tokenizers.processors import TemplateProcessing
 
 from imece.checkpoint.names import MODEL
-from imece.cli.export_adapter import write_adapter
+from imece.cli.export_adapter import FOUR_BITS, write_adapter
 from imece.cli.options import parse
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.errors import UserError
@@ -103,6 +103,9 @@ def run(argv: Sequence[str]) -> int:
         first = f"what imece export {as_argument(base.path)} DIR{only} writes"
         loaded = first if base.config_file.exists() else str(base.path)
         print(f"      with the model that transformers loads from {loaded}")
+        if config.lora.quantize != "none":
+            # Weights of 16 bits or more are others than those that the adapters were trained beside.
+            print(f"      by from_pretrained(..., quantization_config={FOUR_BITS})")
     else:
         print(f"load  transformers.AutoModelForCausalLM.from_pretrained({options.folder!r})")
     return 0

@@ -14,6 +14,8 @@ from imece.models.hugging_face import hugging_face_name
 from imece.train.adapters import ADAPTER_A, ADAPTER_B
 from imece.train.config import TrainConfig
 
+# How transformers makes the same codes as imece.train.adapters.codes_of.
+FOUR_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 _WRAPPED = "base_model.model."  # peft's prefix for the names of transformers' model
 _ENDS = {ADAPTER_A: ".lora_A.weight", ADAPTER_B: ".lora_B.weight"}
 

@@ -97,10 +97,12 @@ class Batches:
         there = len(part.tokens) // seq if whole is None else len(whole)
         if there < share:
             have = f"{len(part.tokens):,} tokens" if whole is None else many(there, "sequence")
-            these = "the batch, the sequences or its weight" if part.source else "the batch or the sequences"
+            most = math.floor(there / self.turns.share(source))
+            fewer = f"--batch.sequences {most} or less, " if most else ""
+            less = "a smaller weight in --data.weights, " if part.source else ""
             raise UserError(
                 f"the {part.title} holds {have}, but a step reads {share:,} sequences x {seq:,} tokens = "
-                f"{seq * share:,}: give more text, or make {these} smaller"
+                f"{seq * share:,}: give more text, {fewer}{less}or a smaller --model.max-seq"
             )
         if whole is None:
             return _Stream(part, seq, self.seed, source)
