@@ -409,6 +409,36 @@ def averaged_weights(group: dist.ProcessGroup) -> None:
         assert all(torch.equal(one, other) for one, other in zip(state, states[0], strict=True))
 
 
+def sharpness_aware(group: dist.ProcessGroup) -> None:
+    """The lines of docs/sharding.md: a step by the gradient at the worst place nearby, alike in each way."""
+    found = []
+    for way in (Way("replicate"), *WAYS):
+        model, optimizer = wrapped(way, group)
+        for step in range(4):
+            loss_of(model, step).backward()
+            scale = 0.05 / (model.gradient_norm() + 1e-12)
+            parts = [p for each in optimizer.param_groups for p in each["params"] if p.grad is not None]
+            before = [part.detach().clone() for part in parts]
+            dist.barrier(group)
+            for part in parts:
+                part.detach().add_(part.grad * scale)
+            model.take_over_masters()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            dist.barrier(group)
+            for part, kept in zip(parts, before, strict=True):
+                part.detach().copy_(kept)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([each.flatten() for each in model.state_dict().values()]))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=1e-6, atol=1e-7)
+    model, optimizer = wrapped(Way("replicate"), group)
+    list(plain(model, optimizer, 4))
+    usual = torch.cat([each.flatten() for each in model.state_dict().values()])
+    assert (usual - found[0]).abs().max() > 1e-5
+
+
 # Models on several hosts.
 
 
@@ -792,6 +822,7 @@ CHECKS: dict[str, Check] = {
     "hybrid models": hybrid_models,
     "frozen in bf16": frozen_in_bf16,
     "inputs in bf16": inputs_in_bf16,
+    "sharpness aware": sharpness_aware,
     "buffers": buffers,
     "buffers from meta": buffers_from_meta,
     "rounds once": rounds_once,
@@ -816,6 +847,7 @@ JOBS = [
     ),
     *jobs(__name__, ["given other memory"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["read in a closure"], (2, "shm")),
+    *jobs(__name__, ["sharpness aware"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 
