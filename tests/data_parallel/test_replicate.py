@@ -628,7 +628,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     "average": (Branches, {"average": "words"}, ValueError, "'words'.*ranks, samples, tokens"),
     **{
         f"cap {cap}": (Branches, {"bucket_cap_mb": cap}, ValueError, re.escape(f"bucket_cap_mb={cap}"))
-        for cap in (0, -1, float("nan"), [], [25, 0])
+        for cap in (0, -1, float("nan"), float("inf"), [], [25, 0])
     },
     "bucket_cap_mb in words": (Branches, {"bucket_cap_mb": "large"}, ValueError, "bucket_cap_mb='large'"),
     "bucket_cap_mb_list": (Branches, {"bucket_cap_mb_list": [1, -2]}, ValueError, "more than 0"),

@@ -204,11 +204,14 @@ def hybrid_wire(group: dist.ProcessGroup) -> None:
             assert count.by_group[mesh.cross_group] == shard, "half of the own shard in bf16, before its sums"
 
 
-def unknown_wire(group: dist.ProcessGroup) -> None:
+def refused_options(group: dist.ProcessGroup) -> None:
     for strategy in ("replicate", *SHARDED):
         model = made()
         with pytest.raises(ValueError, match="unknown wire 'fp8': None or 'bf16'"):
             parallelize(model, adamw(model), strategy, group, wire="fp8")  # type: ignore[arg-type]
+    for strategy in ("auto", "replicate", "zero1"):
+        with pytest.raises(ValueError, match="bucket_cap_mb=inf: MiB, more than 0 and finite"):
+            parallelize(model, adamw(model), strategy, group, bucket_cap_mb=float("inf"))
 
 
 # Buffers.
@@ -828,12 +831,12 @@ CHECKS: dict[str, Check] = {
     "rounds once": rounds_once,
     "trains as fp32": trains_as_fp32,
     "sends half": sends_half,
-    "unknown wire": unknown_wire,
+    "refused options": refused_options,
     "hybrid wire": hybrid_wire,
 }
 JOBS = [
     *jobs(__name__, ["rounds once", "trains as fp32"], (2, "shm"), (2, "gloo")),
-    *jobs(__name__, ["sends half", "unknown wire", "buffers", "buffers from meta"], (2, "gloo")),
+    *jobs(__name__, ["sends half", "refused options", "buffers", "buffers from meta"], (2, "gloo")),
     *jobs(__name__, ["added up in fp32", "divided in reduce"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["other rates", "rates of one that has ended", "parts by data"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["sends half"], (3, "gloo")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Sequence
 
@@ -157,6 +158,6 @@ def bucket_caps(cap_mb: object, cap_list: Sequence[float] | None) -> tuple[list[
     given = list(cap_list or (cap_mb if isinstance(cap_mb, list | tuple) else ()))
     single = given == [] and isinstance(cap_mb, int | float)
     caps = [float(cap_mb)] if single else given  # type: ignore[arg-type]
-    if any(not each > 0 for each in caps) or (cap_mb is not None and not caps):
-        raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0; a list of them; or 'auto'")
+    if any(not 0 < each < math.inf for each in caps) or (cap_mb is not None and not caps):
+        raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0 and finite; a list of them; or 'auto'")
     return [int(each * MIB) for each in caps], single, choose

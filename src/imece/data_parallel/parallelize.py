@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from imece import mesh as meshes
 from imece.data_parallel.across import across_model, refuse_whole_matrices
 from imece.data_parallel.alone import warn_of_steps_alone
-from imece.data_parallel.arguments import check_way
+from imece.data_parallel.arguments import bucket_caps, check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
 from imece.data_parallel.optimizer import stepped_by
@@ -121,6 +121,7 @@ def parallelize(
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
     check_way(None, wire)
+    bucket_caps(bucket_cap_mb, None)
     check_over(average)  # before anything is taken apart
     refuse_whole_matrices(model, optimizers)
     offload_name = _name_of(offload)
