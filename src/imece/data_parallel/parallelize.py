@@ -91,7 +91,8 @@ def parallelize(
         before the step, such as `parameter.detach()`, cannot wait.
     units: zero3 and hybrid gather parameters by unit: a module whose parameters are whole only while it runs.
         Give classes of modules, or how many elements a unit has at least; by default the model's repeated
-        blocks. All ranks must run the same units, in one order.
+        blocks. All ranks must run the same units, in one order, forward and backward: a unit whose output
+        gets a gradient on some ranks gets one on all.
     reshard_after_forward: False: keep gathered parameters from forward until backward.
     gathers_in_flight: gathered units at a time, including those gathered ahead: by default 2, and 3 between
         CPUs of several hosts.
