@@ -209,6 +209,8 @@ def test_runs_it_refuses(
         assert f"{trained_run}: cannot be read: check its permissions" in refused(capsys, str(trained_run))
     assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, str(tmp_path))
     assert "no such folder: name a run, or a folder with config.json" in refused(capsys, str(tmp_path / "x"))
+    (tmp_path / "x").touch()
+    assert "x: a file, not a folder: name a run, or a folder with" in refused(capsys, str(tmp_path / "x"))
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
     (run / "tokenizer.json").unlink()

@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     if argv[0] not in BENCHMARKS:
         near = nearest(argv[0], BENCHMARKS)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(BENCHMARKS)}"
-        raise UserError(f"imece bench {argv[0]!r} is not a benchmark: {hint}")
+        raise UserError(f"{argv[0]!r} is not a benchmark: {hint}")
     bench = BENCHMARKS[argv[0]]
     return _measure(bench, parse(bench.options, argv[1:], f"imece bench {argv[0]}", bench.text))
 

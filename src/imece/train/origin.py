@@ -96,8 +96,9 @@ def open_weights(name: str, which: Which = "best") -> Weights:
     if the folder is wrong."""
     run, which = find_run(name, which)
     if not os.path.isdir(run.path):
+        there = "a file, not a folder" if os.path.exists(run.path) else "no such folder"
         raise UserError(
-            f"{name}: no such folder: name a run, or a folder with {CONFIG}, safetensors and "
+            f"{name}: {there}: name a run, or a folder with {CONFIG}, safetensors and "
             "tokenizer.json; a model of the Hub has to be downloaded first"
         )
     if not os.access(run.path, os.R_OK | os.X_OK):
