@@ -101,9 +101,11 @@ def test_groups() -> None:
     ("name", "hosts", "message"),
     [
         ("hybrid", [[0, 1]], "strategy 'hybrid' shards inside hosts and replicates between them, but all 2 "
-         "ranks are on one host: use 'zero3'"),
+         "ranks are on one host: use 'zero3', or say what shards by axes, "
+         "imece.init({'replicate': ..., 'shard': ...})"),
         ("hybrid_zero2", [[0]], "strategy 'hybrid_zero2' shards inside hosts and replicates between them, "
-         "but all 1 ranks are on one host: use 'zero2'"),
+         "but all 1 ranks are on one host: use 'zero2', or say what shards by axes, "
+         "imece.init({'replicate': ..., 'shard': ...})"),
         ("hybrid", [[0, 1], [2]], "strategy 'hybrid' needs the same number of ranks on every host, and they "
          "have 1 to 2"),
     ],

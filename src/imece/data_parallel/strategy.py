@@ -102,7 +102,8 @@ class ShardGroups:
         if len(mesh.hosts) < 2:
             raise ValueError(
                 f"strategy {strategy.name!r} shards inside hosts and replicates between them, but all "
-                f"{mesh.world_size} ranks are on one host: use {plain!r}"
+                f"{mesh.world_size} ranks are on one host: use {plain!r}, or say what shards by axes, "
+                "imece.init({'replicate': ..., 'shard': ...})"
             )
         if mesh.cross_group is None:
             sizes = sorted({len(host) for host in mesh.hosts})
