@@ -81,14 +81,15 @@ def test_weights_with_too_many_digits() -> None:
 
 @st.composite
 def mixes(draw: st.DrawFn) -> Batches:
-    """Sources of a few documents, in which each token is another: 1, 2, 3, ..."""
+    """Sources of a few documents, in which each token is another: 1, 2, 3, ... Some are shorter than a step,
+    or than a sequence."""
     weights, seq = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)), draw(st.integers(1, 5))
     global_batch, first, sources = draw(st.integers(1, 7)), 1, []
-    for weight in weights:
-        needed, documents, length = math.ceil(global_batch * weight / sum(weights)) * seq, [], 0
-        while length < needed or draw(st.booleans()):
-            documents.append(range(first, first + draw(st.integers(0, 6))))
-            first, length = first + len(documents[-1]), length + len(documents[-1]) + 1
+    for _ in weights:
+        documents = []
+        for length in draw(st.lists(st.integers(0, 6), min_size=1, max_size=15)):
+            documents.append(range(first, first + length))
+            first += length
         sources.append(part_of(documents))
     return Batches(part_of_sources(sources), seq, global_batch, draw(st.integers()), weights)
 
@@ -112,7 +113,7 @@ def test_each_pass_of_a_source_has_each_of_its_tokens_once(one: Batches) -> None
     """While others have been read more often, or less. At a stretch's end some tokens are one ahead."""
     found = by_source(one, 3 * max(one.steps(1), 2))
     for rows, part in zip(found, one.part.sources, strict=True):
-        length, stretch = len(part.tokens), len(part.tokens) // one.seq
+        length, stretch = len(part.tokens), max(1, len(part.tokens) // one.seq)
         ledger, own = Counter[int](), set(part.tokens.tolist())
         for number, row in enumerate(rows, start=1):
             assert set(row) <= own, "tokens of another source"
@@ -154,16 +155,13 @@ def test_sources_of_the_same_sizes_have_orders_of_their_own() -> None:
     assert one != other
 
 
-def test_a_source_needs_what_a_step_reads_of_it() -> None:
-    part = part_of_sources([part_of([range(1, 60)]), part_of([range(60, 66)])])
-    Batches(part, 3, 8, 1, (3, 1))
-    message = mistake(Batches, part, 3, 9, 1, (3, 1))
-    assert message.startswith(
-        "the train part of 1 holds 7 tokens, but a step reads 3 sequences x 3 tokens = 9:"
-    )
-    assert message.endswith(
-        ": give more text, --batch.sequences 8 or less, a smaller weight in --data.weights, "
-        "or a smaller --model.max-seq"
+def test_a_small_source_may_come_more_than_once_in_a_step() -> None:
+    """And in a sequence; alone it is read by smaller steps."""
+    part = part_of_sources([part_of([range(1, 60)]), part_of([[60, 61]])])
+    small = by_source(Batches(part, 5, 8, 1, (3, 1)), 2)[1]
+    assert [token for row in small for token in row[1:]] == [60, 61, 0] * 6 + [60, 61]
+    assert "holds 3 tokens, but a step reads 2 sequences x 5 " in mistake(
+        Batches, part_of([[60, 61]]), 5, 2, 1
     )
     assert "1 weight for text of 2 sources" in mistake(Batches, part, 3, 1, 1)
 
@@ -273,10 +271,12 @@ def test_a_tokenizer_is_learned_from_all_but_what_is_held_out(tmp_path: Path, fo
     assert one == other
 
 
-def test_sources_of_the_same_name_have_their_paths(tmp_path: Path) -> None:
-    paths = [str(write(tmp_path / name / "text.jsonl", f'{{"text": "{name}"}}\n' * 9)) for name in "ab"]
-    tokens = made(tmp_path, paths, (1, 1), held_out=0).tokens
-    assert [each.source for each in tokens.train.sources] == paths
+def test_names_are_short_and_differ(tmp_path: Path) -> None:
+    for name in ("a/text", "b/text", "my notes", "c"):
+        write(tmp_path / name / "one.jsonl", f'{{"text": "{name}"}}\n' * 9)
+    said = ("a/text", "b/text/", "my notes", "c/*.jsonl")
+    tokens = made(tmp_path, [f"{tmp_path}/{each}" for each in said], (1, 1, 1, 1), held_out=0).tokens
+    assert [each.source for each in tokens.train.sources] == ["a/text", "b/text", "my notes", "c/*.jsonl"]
 
 
 def test_sources_that_cannot_be(tmp_path: Path, folders: list[str]) -> None:

@@ -23,10 +23,11 @@ whole_windows.py, and a stretch has each of them once.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from fractions import Fraction
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,17 +41,24 @@ from imece.listing import many
 IGNORE = -100  # a target that does not count
 
 Tokens = npt.NDArray[np.int64]
-Place = tuple[int, int]  # source, window
 Kept = TypeVar("Kept")
 
-_KEPT = 3  # a step touches at most two stretches, and these at most three epochs
+# A step touches at most two stretches, and these at most three epochs; of a small source more, in turn.
+_KEPT = 3
+
+
+class Place(NamedTuple):
+    """Where a sequence is cut out."""
+
+    source: int
+    window: int
 
 
 class Windows(Protocol):
     """Where sequences are cut out of a part. Windows are numbered through all stretches."""
 
     per_stretch: int  # windows that are shuffled among themselves
-    per_epoch: tuple[int, int]  # windows that have all documents as targets once: numerator, denominator
+    per_epoch: Fraction  # windows that have all documents as targets once
 
     def documents(self, window: int) -> list[int]:
         """The documents with a target in a window: indices into the part."""
@@ -75,7 +83,7 @@ class Batches:
         """seq: tokens; global_batch: sequences of all ranks together; seed: any int, used modulo 2^64;
         weights: of the part's sources.
 
-        UserError if a source holds fewer tokens than one step reads of it.
+        UserError if the only source holds fewer tokens than a step reads.
         """
         if seq < 1 or global_batch < 1:
             raise UserError(f"sequences of {seq} tokens, {global_batch} a step: at least 1 of both")
@@ -86,34 +94,31 @@ class Batches:
                 "--data.weights names one for each"
             )
         self.turns = Turns(weights)
-        self.wholes: list[WholeWindows] = []
+        self.wholes = [WholeWindows(each, seq) for each in part.sources if each.learned is not None]
         """The windows of records, by source."""
-        self._windows = [self._windows_of(source, each) for source, each in enumerate(part.sources)]
+        self._windows: list[Windows] = [_Records(whole) for whole in self.wholes] or [
+            _Stream(each, seq, seed, source) for source, each in enumerate(part.sources)
+        ]
         self._shuffles = [OrderedDict[int, npt.NDArray[np.int64]]() for _ in part.sources]
+        if not part.divided:
+            self._check_length()
 
-    def _windows_of(self, source: int, part: Part) -> Windows:
-        seq, share = self.seq, math.ceil(self.global_batch * self.turns.share(source))
-        whole = WholeWindows(part, seq) if part.learned is not None else None
-        there = len(part.tokens) // seq if whole is None else len(whole)
-        if there < share:
-            have = f"{len(part.tokens):,} tokens" if whole is None else many(there, "sequence")
-            most = math.floor(there / self.turns.share(source))
-            fewer = f"--batch.sequences {most} or less, " if most else ""
-            less = "a smaller weight in --data.weights, " if part.source else ""
+    def _check_length(self) -> None:
+        """Text that is alone is read by smaller steps as well. A small source beside others has its turns in
+        a large step, and may come to be read more than once in it."""
+        seq, count = self.seq, self.global_batch
+        there = len(self.wholes[0]) if self.wholes else len(self.part.tokens) // seq
+        if there < count:
+            have = many(there, "sequence") if self.wholes else f"{len(self.part.tokens):,} tokens"
+            fewer = f"--batch.sequences {there} or less, " if there else ""
             raise UserError(
-                f"the {part.title} holds {have}, but a step reads {share:,} sequences x {seq:,} tokens = "
-                f"{seq * share:,}: give more text, {fewer}{less}or a smaller --model.max-seq"
+                f"the {self.part.title} holds {have}, but a step reads {count:,} sequences x {seq:,} "
+                f"tokens = {seq * count:,}: give more text, {fewer}or a smaller --model.max-seq"
             )
-        if whole is None:
-            return _Stream(part, seq, self.seed, source)
-        self.wholes.append(whole)
-        return _Records(whole)
 
     def epochs(self, step: int) -> list[float]:
         """How many times all documents of each source were targets before this step, for instance 1.25."""
-        sequences = [step * self.global_batch * self.turns.share(each) for each in range(len(self._windows))]
-        found = zip(sequences, self._windows, strict=True)
-        return [float(count * each.per_epoch[1] / each.per_epoch[0]) for count, each in found]
+        return [float(step * self.global_batch / each) for each in self._per_epoch()]
 
     def epoch(self, step: int) -> float:
         """The same of the source that is read least often: how many times all documents were targets."""
@@ -121,12 +126,12 @@ class Batches:
 
     def steps(self, epochs: float) -> int:
         """The fewest steps, at least 1, that read all documents this many times."""
-        steps = 1
-        for source, each in enumerate(self._windows):
-            share, (windows, of) = self.turns.share(source), each.per_epoch
-            parts = of * self.global_batch * share.numerator
-            steps = max(steps, math.ceil(epochs * (windows * share.denominator) / parts))
-        return steps
+        most = max(self._per_epoch())
+        return max(1, math.ceil(epochs * most.numerator / (most.denominator * self.global_batch)))
+
+    def _per_epoch(self) -> list[Fraction]:
+        """For each source the sequences of the run in which it is read once."""
+        return [each.per_epoch / self.turns.share(source) for source, each in enumerate(self._windows)]
 
     def sequences(self, step: int) -> Tokens:
         """The global batch, [global_batch, seq + 1]: inputs are [:, :-1], targets [:, 1:].
@@ -147,11 +152,8 @@ class Batches:
 
     def learned(self, step: int) -> int:
         """The targets of the global batch that count."""
-        by_source = _by_source(self._places(step, 0, self.global_batch))
-        return sum(
-            self._windows[source].learned([window for _, window in each])
-            for source, each in by_source.items()
-        )
+        places = self._places(step, 0, self.global_batch)
+        return sum(windows.learned(numbers) for windows, _, numbers in self._by_source(places))
 
     def names(self, step: int, first: int = 0, last: int | None = None) -> list[int]:
         """The documents with a target in rows [first, last) of a step: indices into the part."""
@@ -171,7 +173,7 @@ class Batches:
             raise ValueError(f"step {step}: steps count from 0")
         begin = step * self.global_batch
         places = map(self.turns.place, range(begin + first, begin + last))
-        return [(source, self._shuffled(source, number)) for source, number in places]
+        return [Place(source, self._shuffled(source, number)) for source, number in places]
 
     def _shuffled(self, source: int, number: int) -> int:
         length = self._windows[source].per_stretch
@@ -185,20 +187,17 @@ class Batches:
         """As `Windows.read`."""
         rows = np.empty((len(places), self.seq + 1), np.int64)
         counts = np.empty(rows.shape, np.bool_) if self.wholes else None
-        for source, each in _by_source(places).items():
-            into, windows = zip(*each, strict=True)
-            rows[[*into]], which = self._windows[source].read(windows)
+        for windows, into, numbers in self._by_source(places):
+            rows[into], which = windows.read(numbers)
             if counts is not None:
-                counts[[*into]] = which
+                counts[into] = which
         return rows, counts
 
-
-def _by_source(places: Sequence[Place]) -> dict[int, list[tuple[int, int]]]:
-    """Source -> (which of the places, window) of each that is of it."""
-    found = defaultdict[int, list[tuple[int, int]]](list)
-    for at, (source, window) in enumerate(places):
-        found[source].append((at, window))
-    return found
+    def _by_source(self, places: Sequence[Place]) -> Iterator[tuple[Windows, list[int], list[int]]]:
+        """(the source's windows, which of the places are its, the windows there) of each that has any."""
+        for source, windows in enumerate(self._windows):
+            if own := [at for at, place in enumerate(places) if place.source == source]:
+                yield windows, own, [places[at].window for at in own]
 
 
 def inputs_and_targets(rows: Tokens, counts: npt.NDArray[np.bool_] | None) -> tuple[Tokens, Tokens]:
@@ -211,7 +210,7 @@ class _Records:
     """Whole records; each stretch is an epoch."""
 
     def __init__(self, whole: WholeWindows) -> None:
-        self._whole, self.per_stretch, self.per_epoch = whole, len(whole), (len(whole), 1)
+        self._whole, self.per_stretch, self.per_epoch = whole, len(whole), Fraction(len(whole))
 
     def documents(self, window: int) -> list[int]:
         return self._whole.documents(window % len(self._whole))
@@ -228,8 +227,8 @@ class _Stream:
 
     def __init__(self, part: Part, seq: int, seed: int, source: int) -> None:
         self._part, self._seq, self._seed, self._source = part, seq, seed, source
-        self._per_epoch = len(part.tokens)
-        self.per_stretch, self.per_epoch = self._per_epoch // seq, (self._per_epoch, seq)
+        self._length = len(part.tokens)
+        self.per_stretch, self.per_epoch = max(1, self._length // seq), Fraction(self._length, seq)
         self._orders: OrderedDict[int, _Order] = OrderedDict()
 
     def documents(self, window: int) -> list[int]:
@@ -258,8 +257,8 @@ class _Stream:
         """The stream's tokens [begin, end), as pieces of documents."""
         pieces = []
         while begin < end:
-            epoch, place = divmod(begin, self._per_epoch)
-            length = min(end - begin, self._per_epoch - place)
+            epoch, place = divmod(begin, self._length)
+            length = min(end - begin, self._length - place)
             pieces += self._order(epoch).pieces(self._part, place, place + length)
             begin += length
         return pieces

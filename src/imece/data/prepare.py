@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 
 from imece.data.build import build
@@ -181,9 +182,18 @@ def _by_source(
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """A short name for each, where these differ."""
-    short = [os.path.basename(path.rstrip("/")) or path for path in paths]
-    return short if len(set(short)) == len(short) else list(paths)
+    """A short name for each: as much of its end as tells it from the others, and more than a pattern."""
+    ends = ["/" + path.rstrip("/") for path in paths]
+
+    def name(path: str) -> str:
+        parts = path.rstrip("/").split("/")
+        for first in range(len(parts) - 1, -1, -1):
+            tail = "/".join(parts[first:])
+            if sum(end.endswith(f"/{tail}") for end in ends) == 1 and not has_magic(parts[first]):
+                return tail
+        return path
+
+    return list(map(name, paths))
 
 
 def _others(files: list[Path], validation: Sequence[Path]) -> list[Path]:
