@@ -69,14 +69,6 @@ def test_which_gpus(tmp_path: Path) -> None:
         assert convert.training(settings, Path("a.toml")).startswith(f"{expected}imece train a.toml ")
 
 
-def test_inputs_are_cast_where_parameters_are(tmp_path: Path) -> None:
-    """Without it a script whose inputs are fp32, as FSDP takes them, fails in its first layer."""
-    cast = "# inputs of floating point .to(torch.bfloat16), as parameters are"
-    for kind, expected in (("FSDP", True), ("MULTI_GPU", False)):
-        content = {"distributed_type": kind, "mixed_precision": "bf16"}
-        assert (cast in convert.script(imece.read_settings(write(tmp_path / "a.json", content)))) is expected
-
-
 def test_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {
         "distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 16, "machine_rank": 1,

@@ -118,8 +118,6 @@ def script(settings: Settings) -> list[str]:
         shown.append(")")
     if settings.dtype != "fp32" and (settings.autocast or not settings.is_sharded):
         shown.append(f"# forward and loss in torch.autocast(mesh.device.type, torch.{TORCH[settings.dtype]})")
-    elif settings.dtype != "fp32":
-        shown.append(f"# inputs of floating point .to(torch.{TORCH[settings.dtype]}), as parameters are")
     if settings.dtype == "fp16":
         scaler = dataclasses.asdict(settings.scaler) if settings.scaler is not None else {}
         given = "".join(f", {name}={value!r}" for name, value in scaler.items() if value is not None)
