@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -723,6 +723,42 @@ def gradients_are_in_the_optimizer(group: dist.ProcessGroup) -> None:
         assert sum(gathered(elements, group)) == sum(each.numel() for each in model.parameters())
 
 
+def line_search(group: dist.ProcessGroup) -> None:
+    """LBFGS decides by the closure's loss: with one of each rank's own, ranks would drift apart unseen."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    inputs, targets = torch.randn(4 * group.size(), 4), torch.randn(4 * group.size(), 1)
+    mine = slice(group.rank(), None, group.size())
+
+    def trained(model: nn.Module, optimizer: LBFGS, share: slice, mean: bool) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs[share]), targets[share])
+            loss.backward()
+            told = loss.detach().clone()
+            if mean:
+                told /= group.size()
+                dist.all_reduce(told, group=group)
+            return told
+
+        for turn in range(4):
+            optimizer.step(closure) if turn % 2 else optimizer.step(closure=closure)
+
+    def searching(model: nn.Module) -> LBFGS:
+        return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    alone, together, apart = (copy.deepcopy(start) for _ in range(3))
+    trained(alone, searching(alone), slice(None), mean=False)
+    wrapped, optimizer = parallelize(together, searching(together), "replicate", group)
+    trained(wrapped, optimizer, mine, mean=True)
+    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    wrapped, optimizer = parallelize(apart, searching(apart), "replicate", group)
+    said = r"closure of LBFGS returned [\d.]+ on rank 0, [\d.]+ on rank 1.* Return the mean over ranks"
+    with pytest.raises(MismatchError, match=said):
+        trained(wrapped, optimizer, mine, mean=False)
+
+
 def steps_of_one_rank_alone(group: dist.ProcessGroup) -> None:
     """Whole parameters are stepped by them, with a warning; parts would not be stepped."""
     said = "SGD .*0.weight.* of this rank alone.* or by a backward in no_sync"
@@ -957,6 +993,7 @@ OTHERS: dict[str, Check] = {
     "compiled": parity(Case(compiled, steps=3), but=["replicate", "zero1", "zero3"]),
     "names": names_of_parts,
     "steps of one rank alone": steps_of_one_rank_alone,
+    "line search": line_search,
     "one script for every strategy": one_script_for_every_strategy,
     "what one rank alone writes": what_one_rank_alone_writes,
     "an optimizer zeroes its own": an_optimizer_zeroes_its_own,

@@ -17,6 +17,7 @@ from imece.data_parallel.alone import warn_of_steps_alone
 from imece.data_parallel.arguments import bucket_caps, check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
+from imece.data_parallel.closure import check_closures
 from imece.data_parallel.optimizer import stepped_by
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -154,6 +155,7 @@ def parallelize(
         )  # fmt: skip
         for each in optimizers:
             warn_of_steps_alone(each, replicated)
+            check_closures(each, replicated)
         return _known(replicated, arranged, optimizers), made
     wrapped = ShardedDataParallel(
         model,
