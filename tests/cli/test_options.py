@@ -103,6 +103,10 @@ def test_help_on_the_narrowest_of_screens(
         (["--heat", "-x"], "--heat has no value: one that begins with - stands behind =, --heat=-x"),
         (["--shape", "rond"], "--shape 'rond': one of round, long; did you mean round?"),
         (["--glaze", "egg"], "--glaze 'egg': one of milk"),
+        (
+            ["--sizes", "4", "x"],
+            "--sizes: not numbers with spaces between them: '4', 'x' (see imece bake --help)",
+        ),
         (["--crumbs", "x"], "--crumbs: not a whole number: 'x' (see imece bake --help)"),
     ],
 )

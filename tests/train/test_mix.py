@@ -174,6 +174,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert few.startswith("--data.weights names 1 weight for 2 names")
 
 
+def test_shares_and_times_that_are_small_are_told(tmp_path: Path) -> None:
+    folders = [write_text(tmp_path / f"{name}.jsonl", 40) for name in ("one", "other")]
+    said = ["--data", *map(str, folders), "--data.weights", "1", "9999"]
+    config = read_config(options(tmp_path, "run", *said))
+    prepared = prepare(config.data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens")
+    mix = start._mix(batches_of(config, prepared, BatchPlan(16, 12, 1, 12, 1)), 5)
+    assert mix == "one.jsonl 0.01 %, read less than 0.001 times; other.jsonl 99.99 %, read 0.43 times"
+
+
 def test_the_loss_of_all_weighs_sources_by_their_tokens() -> None:
     part = part_of_sources([part_of([range(1, 30)] * 3), part_of([[1] * 9])])
     assert [each.targets for each in part.sources] == [90, 10]

@@ -40,6 +40,7 @@ _CHOICE = re.compile(
 )  # with line breaks where tyro wraps
 _NARROWEST = 40  # columns in which a page of help can be read
 _UNKNOWN = "Unrecognized options: "
+_NO_NUMBERS = re.compile(r"Could not find valid parse for arguments: \[(.*)\]")
 _NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
 
 
@@ -278,6 +279,7 @@ def _with_hint(
         return told
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     message = message.replace("could not convert string to float:", "not a number:")
+    message = _NO_NUMBERS.sub(r"not numbers with spaces between them: \1", message)
     unknown = message.startswith(_UNKNOWN)
     for word in argv:
         typed = word.split("=", 1)[0].replace("_", "-")

@@ -29,7 +29,9 @@ TAGS = {
     "val_s": "time/val_s",
     "save_s": "time/save_s",
 }
-_BY_SOURCE = "val_loss/"  # and the source's name
+VAL_LOSS_OF = "val_loss/"
+"""What the key of a source's validation loss begins with, before its name."""
+
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d{6})")
 
 
@@ -62,7 +64,7 @@ class Events:
         values = [
             self._summary.Value(tag=tag, simple_value=value)
             for key, value in record.items()
-            if (tag := TAGS.get(key, key if key.startswith(_BY_SOURCE) else None)) is not None
+            if (tag := TAGS.get(key, key if key.startswith(VAL_LOSS_OF) else None)) is not None
             and isinstance(value, int | float)
         ]
         self._add(self._event(wall_time=now, step=record["step"], summary=self._summary(value=values)))

@@ -13,6 +13,7 @@ import torch
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.membership.recovery import MovedOnError, Recovered
+from imece.observe.events import VAL_LOSS_OF
 from imece.train.clock import Lap
 from imece.train.dividing import part_of
 from imece.train.drift import Drift, DriftError
@@ -351,7 +352,7 @@ class Loop:
         val_loss, by_source = self.validate(session.config.validate.tokens)
         session.validated(val_loss)
         record["val_loss"] = val_loss
-        record |= {f"val_loss/{source}": loss for source, loss in by_source.items()}
+        record |= {f"{VAL_LOSS_OF}{source}": loss for source, loss in by_source.items()}
         record["val_s"] = time.perf_counter() - began
         session.clock.lap()
 

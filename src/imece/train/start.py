@@ -56,6 +56,7 @@ from imece.writing import write_whole
 Progress = Callable[[str, int, int], None]
 
 _NAMED = 3  # texts named in a line
+_SELDOM = 0.001  # times: digits of fewer say nothing
 _OFTEN = 4  # times that a source may be read before its weight is worth a note
 _FAR = 4.0  # a held-out share this many times larger or smaller than asked for is worth a note
 
@@ -331,12 +332,14 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
 def _mix(batches: Batches, steps: int) -> str:
     """Each source, its share of the sequences and how many times the run reads it."""
     return "; ".join(
-        f"{part.source} {_percent(float(batches.turns.share(source)))}, read {_times(times)}"
+        f"{part.source} {100 * float(batches.turns.share(source)):.4g} %, read {_times(times)}"
         for source, (part, times) in enumerate(zip(batches.part.sources, batches.epochs(steps), strict=True))
     )
 
 
 def _times(times: float) -> str:
+    if times < _SELDOM:
+        return f"less than {_SELDOM} times"
     return f"{times:.2g} times" if times < 10 else f"{times:,.0f} times"
 
 
