@@ -63,8 +63,8 @@ def build(
     builder is killed, the next process builds. `progress` is called only in the process that builds. To find
     out whether the files are up to date, every process reads all of `files` and all tokens, about 1 GB/s.
 
-    by_source: the same files by source, if there are several. validation: files of which all documents are in
-    the validation part.
+    by_source: the same files by source; default: they are one. validation: files of which all documents are
+    in the validation part.
     share, seed: choose the documents of `files` that `corpus.held_out` puts there too; at least one of each
     source, unless share is 0. UserError if a part gets no document of a source, if the folder has files under
     our names that are not ours, or if it cannot be written.

@@ -123,7 +123,6 @@ def prepare(
             raise
         return made
     files = [path for each in by_source for path in each.files]
-    by_source = by_source[1:] and by_source
     tokenizer = _tokenizer(source, reading, files, by_source, tokenizer_path, progress)
     every = [*files, *validation]
     making = f"making tokens of {many(len(every), 'file')}"
@@ -160,13 +159,13 @@ def _by_source(
     """The files of each source; without weights all text is one. UserError if a file is of two sources, or if
     one has none that is not for validation."""
     paths, count = source.paths, len(source.weights)
-    if not count:
-        return [Source("", _others(sources(paths, reading, run_folders), validation))]
-    if count != len(paths):
+    if count and count != len(paths):
         raise UserError(
             f"--data.weights names {many(count, 'weight')} for {many(len(paths), 'name')} behind --data: one "
             "for each of them, or leave it out"
         )
+    if count < 2:
+        return [Source("", _others(sources(paths, reading, run_folders), validation))]
     found, owner = list[Source](), dict[str, int]()
     for number, (name, path) in enumerate(zip(_names(paths), paths, strict=True)):
         files = _others(sources([path], reading, run_folders), validation)

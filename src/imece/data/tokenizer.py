@@ -276,7 +276,7 @@ def train_bpe(
     vocab_size: entries, with `end` and the 256 bytes; a small corpus may fill fewer.
     share, seed: documents that `build` puts into the validation part are not learned from.
     sample_bytes: about this much of a larger corpus is learned from; documents are drawn by content.
-    by_source: the files of each source, if there are several; what is learned from is not weighed.
+    by_source: the same files by source; default: they are one. What is learned from is not weighed.
     progress: called with (bytes of text read, bytes of all files), about once per MiB.
     UserError if the vocabulary has no room for all bytes.
     """
