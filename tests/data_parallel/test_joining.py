@@ -376,6 +376,15 @@ def with_a_synchronised_batch_norm(group: dist.ProcessGroup) -> None:
             model(own(step)).sum().backward()
 
 
+def where_units_are_gathered(group: dist.ProcessGroup) -> None:
+    """Refused, by the name of the call and with what to do instead."""
+    line = Line()
+    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
+    model, _ = imece.parallelize(line, optimizer, "zero3", group, gather=True)
+    with pytest.raises(RuntimeError, match=r"^join: strategy 'zero3' gathers .*uneven='drop'.*'zero2'$"):
+        model.join()
+
+
 def drift_is_noticed_after_it(group: dist.ProcessGroup) -> None:
     """The comparison every so many steps goes on once join is over."""
     model = wrap(group, drift_check_every=2)
@@ -410,6 +419,7 @@ CHECKS: dict[str, Check] = {
     "who is not finite": ranks_that_ended_hear_who_is_not_finite,
     "with a static graph": with_a_static_graph,
     "with a synchronised batch norm": with_a_synchronised_batch_norm,
+    "where units are gathered": where_units_are_gathered,
     "drift after it": drift_is_noticed_after_it,
 }
 

@@ -344,7 +344,11 @@ class ShardedDataParallel(DistributedDataParallel):
         """
         if self.sharding.gathering is not None:
             name = self._options.strategy.name
-            raise RuntimeError(f"strategy {name!r} gathers in forward: all ranks must go on")
+            raise RuntimeError(
+                f"join: strategy {name!r} gathers parameters in each forward, in which all ranks take part: "
+                f"give all equally many batches, as imece.DistributedSampler(uneven='drop') and "
+                f"DataLoader(drop_last=True) do, or take strategy 'zero2'"
+            )
         return super().join(*args, **kwargs)
 
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
