@@ -81,7 +81,7 @@ def test_a_model_that_nobody_knows_how_to_cut() -> None:
 
     for model in (nn.Linear(2, 2), Own(config()), Adding(nn.Linear(2, 2), nn.Linear(2, 2))):
         own = "" if isinstance(model, nn.Linear) else " whose forward is its own"
-        with pytest.raises(ValueError, match=f"a {type(model).__name__}{own} cannot be cut by itself"):
+        with pytest.raises(ValueError, match=f"^an? {type(model).__name__}{own} cannot be cut by itself"):
             pieces_of(model)
     for several in (Named(nn.Linear(2, 2), nn.ReLU()), nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])):
         assert list(pieces_of(several).named(range(2)).values()) == list(several)
