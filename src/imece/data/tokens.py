@@ -6,10 +6,10 @@ train.idx       int64 [documents + 1]: where in train.bin each document begins, 
 train.ans       bool [tokens]: which are learned; only if the documents are records, of which answers are
 validation.bin, validation.idx, validation.ans
 manifest.json   what they were made from, their sizes and checksums; written last: without it there is nothing
+lock            held by the process that builds; it may stay for ever
 
 If the text is of several sources, in a proportion of their own, their documents follow each other, and the
 manifest has the sizes of each.
-lock            held by the process that builds; it may stay for ever
 """
 
 from __future__ import annotations

@@ -43,9 +43,11 @@ def check_closures(optimizer: Optimizer, model: DistributedDataParallel) -> None
         return loss
 
     @torch._disable_dynamo(recursive=True)
-    def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def before_step(
+        _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         optimizer, *rest = args  # what `step` was called with, itself first
-        closure = rest[0] if rest else kwargs["closure"]
-        return (optimizer, partial(checked, closure)), {}
+        closure = rest[0] if rest else kwargs.get("closure")
+        return ((optimizer, partial(checked, closure)), {}) if closure is not None else None  # torch says so
 
     optimizer.register_step_pre_hook(before_step)
