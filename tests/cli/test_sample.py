@@ -19,6 +19,7 @@ from tokenizers import decoders, models
 from imece.cli import sample
 from imece.cli.main import main
 from imece.cli.sample import Text
+from imece.data.corpus import Source
 from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from imece.models.generate import LogitsError, generate
 from imece.models.transformer import Transformer
@@ -225,7 +226,7 @@ def test_a_tokenizer_of_another_run(
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
     (tmp_path / "text.txt").write_text("some other text, some other tokens")
-    train_bpe([tmp_path / "text.txt"], vocab_size=257).save(run / "tokenizer.json")
+    train_bpe([Source([tmp_path / "text.txt"])], vocab_size=257).save(run / "tokenizer.json")
     assert "not the tokenizer that step 1 was trained with" in refused(capsys, str(run))
 
 
@@ -235,7 +236,7 @@ def test_a_tokenizer_of_another_run(
 def bpe(tmp_path: Path) -> Tokenizer:
     file = tmp_path / "text.txt"
     file.write_text(SENTENCE * 3, encoding="utf-8")
-    return train_bpe([file], vocab_size=270, share=0.0)
+    return train_bpe([Source([file])], vocab_size=270, share=0.0)
 
 
 def byte_fallback(_: Path) -> Tokenizer:

@@ -31,6 +31,7 @@ from imece.data import build as build_module
 from imece.data import prepare as prepare_module
 from imece.data import tokenizer as tokenizer_module
 from imece.data.build import build
+from imece.data.corpus import Source
 from imece.data.files import digest
 from imece.data.prepare import TextSource, prepare
 from imece.data.records import TEXT
@@ -92,8 +93,8 @@ def kill_at_every_line(folder: Path) -> dict[str, int]:
     """
     old_files, new_files = write_texts(folder / "old", "old"), write_texts(folder / "new", "new")
     os.fsync = lambda fd: None  # a killed process does not take the kernel's memory with it
-    old = content(build(folder / "template", old_files, TEXT, ByteTokenizer(), share=0.3))
-    new = content(build(folder / "expected", new_files, TEXT, ByteTokenizer(), share=0.3))
+    old = content(build(folder / "template", [Source(old_files)], TEXT, ByteTokenizer(), share=0.3))
+    new = content(build(folder / "expected", [Source(new_files)], TEXT, ByteTokenizer(), share=0.3))
     names = sorted(os.listdir(folder / "template"))
     assert list(map(len, old)) == list(map(len, new))  # so that sizes alone would not show a mixture
     seen, number = Counter[str](), 0
@@ -101,7 +102,7 @@ def kill_at_every_line(folder: Path) -> dict[str, int]:
         number += 1
         tokens = folder / f"tokens{number}"
         shutil.copytree(folder / "template", tokens)
-        again = partial(build, tokens, new_files, TEXT, ByteTokenizer(), share=0.3)
+        again = partial(build, tokens, [Source(new_files)], TEXT, ByteTokenizer(), share=0.3)
         if not _killed(again, number):
             return seen
         found = open_or_none(tokens)

@@ -17,6 +17,7 @@ from tokenizers import models, pre_tokenizers
 
 from imece.data import build as build_module
 from imece.data.build import build
+from imece.data.corpus import Source
 from imece.data.files import locked
 from imece.data.records import TEXT, Texts
 from imece.data.sources import sources
@@ -63,25 +64,31 @@ def test_it_is_rebuilt_when_something_changes_and_only_then(tmp_path: Path) -> N
         assert content(fresh) == content(first)
         return built.times - before
 
-    assert times(folder, files, TEXT, tokenizer) == 1
-    assert times(folder, files, TEXT, tokenizer) == 0
+    assert times(folder, [Source(files)], TEXT, tokenizer) == 1
+    assert times(folder, [Source(files)], TEXT, tokenizer) == 0
     os.utime(files[0])
-    assert times(folder, files, TEXT, tokenizer) == 0  # the same content
+    assert times(folder, [Source(files)], TEXT, tokenizer) == 0  # the same content
     files[0].write_text("two 0")
-    assert times(folder, files, TEXT, tokenizer) == 1  # other content of the same size
+    assert times(folder, [Source(files)], TEXT, tokenizer) == 1  # other content of the same size
     files[-1].rename(texts / "9.txt")
     files = sources([texts])
-    assert times(folder, files, TEXT, tokenizer) == 1  # only another name
+    assert times(folder, [Source(files)], TEXT, tokenizer) == 1  # only another name
     files = files[1:]
-    assert times(folder, files, TEXT, tokenizer) == 1
-    assert times(folder, files, Texts("other"), tokenizer) == 1
-    assert times(folder, files, Texts("other"), tokenizer, seed=1) == 1
-    assert times(folder, files, TEXT, tokenizer, seed=1) == 1
-    assert times(folder, files, TEXT, tokenizer, seed=1, share=0.5) == 1
-    assert times(folder, files, TEXT, train_bpe(files, vocab_size=257), seed=1, share=0.5) == 1
+    assert times(folder, [Source(files)], TEXT, tokenizer) == 1
+    assert times(folder, [Source(files)], Texts("other"), tokenizer) == 1
+    assert times(folder, [Source(files)], Texts("other"), tokenizer, seed=1) == 1
+    assert times(folder, [Source(files)], TEXT, tokenizer, seed=1) == 1
+    assert times(folder, [Source(files)], TEXT, tokenizer, seed=1, share=0.5) == 1
+    assert (
+        times(folder, [Source(files)], TEXT, train_bpe([Source(files)], vocab_size=257), seed=1, share=0.5)
+        == 1
+    )
     texts.rename(tmp_path / "moved")
     moved = sources([tmp_path / "moved"])[1:]
-    assert times(folder, moved, TEXT, train_bpe(moved, vocab_size=257), seed=1, share=0.5) == 0
+    assert (
+        times(folder, [Source(moved)], TEXT, train_bpe([Source(moved)], vocab_size=257), seed=1, share=0.5)
+        == 0
+    )
 
 
 def test_what_was_made_when_files_were_cut_otherwise_is_used(
@@ -92,9 +99,9 @@ def test_what_was_made_when_files_were_cut_otherwise_is_used(
     files, built = [tmp_path / "book.txt", *write_texts(tmp_path / "texts", "one", count=1)], Built()
     with monkeypatch.context() as patch:
         patch.setattr("imece.data.corpus._FEWEST_DOCUMENTS", 0)
-        old = built(tmp_path / "tokens", files, TEXT, ByteTokenizer())
+        old = built(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer())
     assert old.train.documents + old.validation.documents == 2
-    assert built(tmp_path / "tokens", files, TEXT, ByteTokenizer()).identity == old.identity
+    assert built(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer()).identity == old.identity
     assert built.times == 1
 
 
@@ -102,14 +109,14 @@ def test_what_was_made_when_files_were_cut_otherwise_is_used(
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
 def test_what_is_damaged_is_built_again(tmp_path: Path, name: str, how: str) -> None:
     files, built = write_texts(tmp_path / "texts", "one"), Built()
-    expected = content(built(tmp_path / "tokens", files, TEXT, ByteTokenizer()))
+    expected = content(built(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer()))
     path = tmp_path / "tokens" / name
     whole = path.read_bytes()
     if how == "gone":
         path.unlink()
     else:
         path.write_bytes(whole[:-3] if how == "cut" else whole[:20] + bytes([whole[20] ^ 4]) + whole[21:])
-    assert content(built(tmp_path / "tokens", files, TEXT, ByteTokenizer())) == expected
+    assert content(built(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer())) == expected
     assert built.times == 2
     assert path.read_bytes() == whole
 
@@ -122,19 +129,21 @@ def test_a_large_vocabulary_has_wider_tokens(tmp_path: Path) -> None:
         package.add_special_tokens(["</s>"])
         package.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "a.txt").write_text("b a b")
-        tokens = build(tmp_path / "t", [tmp_path / "a.txt"], TEXT, load_tokenizer(tmp_path), share=0)
+        tokens = build(
+            tmp_path / "t", [Source([tmp_path / "a.txt"])], TEXT, load_tokenizer(tmp_path), share=0
+        )
         assert tokens.train.tokens.dtype == dtype
         assert tokens.train.tokens.tolist() == [last, 0, last, 2]
 
 
 def test_batches_of_documents_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = write_texts(tmp_path / "texts", "some words", count=30)
-    tokenizer = train_bpe(files, vocab_size=280)
-    expected = content(build(tmp_path / "whole", files, TEXT, tokenizer))
+    tokenizer = train_bpe([Source(files)], vocab_size=280)
+    expected = content(build(tmp_path / "whole", [Source(files)], TEXT, tokenizer))
     monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 4)
-    assert content(build(tmp_path / "four", files, TEXT, tokenizer)) == expected
+    assert content(build(tmp_path / "four", [Source(files)], TEXT, tokenizer)) == expected
     monkeypatch.setattr(build_module, "_BATCH_BYTES", 30)
-    assert content(build(tmp_path / "bytes", files, TEXT, tokenizer)) == expected
+    assert content(build(tmp_path / "bytes", [Source(files)], TEXT, tokenizer)) == expected
 
 
 def test_progress_does_not_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +152,7 @@ def test_progress_does_not_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build_module, "total_bytes", lambda files: 20)
     monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 1)
     files = write_texts(tmp_path / "texts", "one")
-    build(tmp_path / "t", files, TEXT, ByteTokenizer(), progress=lambda *both: told.append(both))
+    build(tmp_path / "t", [Source(files)], TEXT, ByteTokenizer(), progress=lambda *both: told.append(both))
     assert told == [(5, 20), (10, 20), (15, 20), (20, 20), (20, 20), (20, 20), (20, 20)]
 
 
@@ -152,7 +161,7 @@ def test_progress_does_not_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_small_corpus_is_split_too(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {number} of a text\n" for number in range(200)))
-    tokens = build(tmp_path / "tokens", [tmp_path / "a.txt"], TEXT, ByteTokenizer(), share=0.001)
+    tokens = build(tmp_path / "tokens", [Source([tmp_path / "a.txt"])], TEXT, ByteTokenizer(), share=0.001)
     assert tokens.validation.documents == 1
     assert tokens.train.documents > 8
 
@@ -160,7 +169,7 @@ def test_a_small_corpus_is_split_too(tmp_path: Path) -> None:
 def test_parts_that_would_be_empty(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a single line")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    arguments = (tmp_path / "tokens", [tmp_path / "a.txt"], TEXT, ByteTokenizer())
+    arguments = (tmp_path / "tokens", [Source([tmp_path / "a.txt"])], TEXT, ByteTokenizer())
     assert mistake(build, *arguments) == (
         f"{tmp_path / 'a.txt'} holds one document, of 13 bytes, and it is held out for validation: "
         "--data.held-out 0, or more text"
@@ -170,34 +179,38 @@ def test_parts_that_would_be_empty(tmp_path: Path) -> None:
     assert len(tokens.validation.tokens) == 0
     why = "b.txt: not UTF-8 at byte 0: convert it with iconv"
     assert f"{tmp_path / 'b.txt'}: no text in 1 file ({why}): name others" == mistake(
-        build, arguments[0], [tmp_path / "b.txt"], *arguments[2:], share=0
+        build, arguments[0], [Source([tmp_path / "b.txt"])], *arguments[2:], share=0
     )
     for share in (1, -0.1, float("nan")):
         assert f"a held-out share of {share}" in mistake(build, *arguments, share=share)
-    skipped = build(arguments[0], [tmp_path / "a.txt", tmp_path / "b.txt"], *arguments[2:], share=0)
+    skipped = build(arguments[0], [Source([tmp_path / "a.txt", tmp_path / "b.txt"])], *arguments[2:], share=0)
     assert (skipped.skipped, skipped.skipped_bytes) == (1, 1)
     assert skipped.skipped_first == (why,)
 
 
 def test_a_bad_line_leaves_the_old_files(tmp_path: Path) -> None:
     files = write_texts(tmp_path / "texts", "one")
-    expected = content(build(tmp_path / "tokens", files, TEXT, ByteTokenizer()))
+    expected = content(build(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer()))
     (tmp_path / "texts/a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     bad = sources([tmp_path / "texts"])
-    assert "a.jsonl:2" in mistake(build, tmp_path / "tokens", bad, TEXT, ByteTokenizer())
+    assert "a.jsonl:2" in mistake(build, tmp_path / "tokens", [Source(bad)], TEXT, ByteTokenizer())
     assert content(open_tokens(tmp_path / "tokens", verify=True)) == expected
     assert sorted(os.listdir(tmp_path / "tokens")) == _NAMES
     files[0].unlink()
-    assert f"{files[0]}: cannot be read" in mistake(build, tmp_path / "t", files, TEXT, ByteTokenizer())
+    assert f"{files[0]}: cannot be read" in mistake(
+        build, tmp_path / "t", [Source(files)], TEXT, ByteTokenizer()
+    )
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """Wherever the disk is full: one line, no half file, and the old files as long as none was replaced."""
     folder = tmp_path / "tokens"
-    old = content(build(folder, write_texts(tmp_path / "old", "old"), TEXT, ByteTokenizer(), share=0.3))
+    old = content(
+        build(folder, [Source(write_texts(tmp_path / "old", "old"))], TEXT, ByteTokenizer(), share=0.3)
+    )
     files = write_texts(tmp_path / "new", "new" * 10)
     seen = Counter[str]()
-    arguments = (folder, files, TEXT, ByteTokenizer())
+    arguments = (folder, [Source(files)], TEXT, ByteTokenizer())
     for size in (0, 5, 30, 60, 200, 300, 340, 600, 700):
         before = open_or_none(folder)
         with files_of_at_most(size):
@@ -215,12 +228,12 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.Mo
     files = write_texts(tmp_path / "texts", "one")
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file/below"):
-        assert f"{folder}: cannot write" in mistake(build, folder, files, TEXT, ByteTokenizer())
+        assert f"{folder}: cannot write" in mistake(build, folder, [Source(files)], TEXT, ByteTokenizer())
     # A folder of others, as far as `build` can tell: it does not even take the lock.
-    expected = content(build(tmp_path / "tokens", files, TEXT, ByteTokenizer()))
+    expected = content(build(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer()))
     (tmp_path / "tokens/lock").unlink()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert content(build(tmp_path / "tokens", files, TEXT, ByteTokenizer())) == expected
+    assert content(build(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer())) == expected
     assert not (tmp_path / "tokens/lock").exists()
 
 
@@ -228,7 +241,7 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
     """Other programs have a train.bin too; what is in a folder without any of our names stays as well."""
     files, folder = write_texts(tmp_path / "texts", "one"), tmp_path / "theirs"
-    arguments = (folder, files, TEXT, ByteTokenizer())
+    arguments = (folder, [Source(files)], TEXT, ByteTokenizer())
     folder.mkdir()
     (folder / name).write_text("{}")
     (folder / "big.iso.partial").write_text("half of it")
@@ -248,10 +261,10 @@ def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
 
 def test_what_a_killed_one_left_goes_away(tmp_path: Path) -> None:
     files, folder = write_texts(tmp_path / "texts", "one"), tmp_path / "tokens"
-    build(folder, files, TEXT, ByteTokenizer(), share=0.3)
+    build(folder, [Source(files)], TEXT, ByteTokenizer(), share=0.3)
     for name in ("train.bin.partial", "validation.idx.partial", "manifest.json.123.partial"):
         (folder / name).touch()
-    build(folder, files, TEXT, ByteTokenizer(), share=0.4)
+    build(folder, [Source(files)], TEXT, ByteTokenizer(), share=0.4)
     assert sorted(os.listdir(folder)) == _NAMES
 
 
@@ -277,7 +290,7 @@ def test_nothing_gets_its_name_before_it_is_on_disk(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "replace", record_rename)
-    build(tmp_path / "tokens", files, TEXT, ByteTokenizer())
+    build(tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer())
     assert sorted(renamed) == [name for name in _NAMES if name != "lock"]
     assert renamed[-1] == MANIFEST
     assert f"{tmp_path}/tokens of {len(renamed)}" in synced
@@ -286,7 +299,7 @@ def test_nothing_gets_its_name_before_it_is_on_disk(tmp_path: Path, monkeypatch:
 def test_only_who_builds_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there is read beside all others, also by the many that waited until it was built."""
     files, built = write_texts(tmp_path / "texts", "one"), Built()
-    arguments = (tmp_path / "tokens", files, TEXT, ByteTokenizer())
+    arguments = (tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer())
     log = list[str]()
 
     @contextmanager

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from imece.data.build import build
 from imece.data.chats import Chats
-from imece.data.corpus import documents
+from imece.data.corpus import Source, documents
 from imece.data.sources import sources
 from tests.data.helpers import mistake, write
 
@@ -246,7 +246,7 @@ def test_tokens_are_made_again_after_another_template(tmp_path: Path) -> None:
     made = []
     for template in (CHATML, CHATML.replace("\n", " "), CHATML):
         chats = chats_of(tmp_path, template)
-        made.append(build(tmp_path / "tokens", [file], chats, chats.tokenizer, share=0))
+        made.append(build(tmp_path / "tokens", [Source([file])], chats, chats.tokenizer, share=0))
     assert made[0].identity == made[2].identity != made[1].identity
 
 

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 
 from imece.cli.options import parse
+from imece.data.corpus import Source
 from imece.data.prepare import TextSource, prepare, reopen
 from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from tests.data.helpers import files_of_at_most, mistake
@@ -115,7 +116,7 @@ def test_a_tokenizer_that_is_there_is_never_replaced(tmp_path: Path, texts: str)
 
 
 def test_each_kind_of_tokenizer(tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = train_bpe(sorted(Path(texts).iterdir()), vocab_size=260)
+    own = train_bpe([Source(sorted(Path(texts).iterdir()))], vocab_size=260)
     own.save(tmp_path / "own.json")
     monkeypatch.setenv("HOME", str(tmp_path))
     for number, (name, expected) in enumerate(

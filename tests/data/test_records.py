@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Package
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from imece.data.build import build
-from imece.data.corpus import documents
+from imece.data.corpus import Source, documents
 from imece.data.records import TEXT, Answers
 from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -54,7 +54,7 @@ def test_the_answer_and_its_end_are_learned(tmp_path: Path, tokenizer: Tokenizer
     """A token that holds the last of the prompt and the first of the answer is learned."""
     both = [("Is it?", " yes"), ("é日", "  "), ("", "<|end|>"), ("is it? ", "yes"), (None, "é")]
     file = write(tmp_path / "a.jsonl", lines(*both, ("no answer", ""), ("none either", None)))
-    made = build(tmp_path / "tokens", sources([file], ANSWERS), ANSWERS, tokenizer, share=0)
+    made = build(tmp_path / "tokens", [Source(sources([file], ANSWERS))], ANSWERS, tokenizer, share=0)
     end, found = "<|end|>", parts(made.train, tokenizer)
     crossing = isinstance(tokenizer, JsonTokenizer)  # " y" is one token
     expected = [(end + (one or ""), f"{other}{end}") for one, other in both]
@@ -70,7 +70,7 @@ def test_the_files_follow_what_is_read(tmp_path: Path) -> None:
     the old is left; a folder of text is what it was before there were answers."""
     file = write(tmp_path / "a.jsonl", lines(("a", "b")).replace('"n": 1', '"text": "c"'))
     made = [
-        build(tmp_path / "tokens", [file], reading, ByteTokenizer(), share=0)
+        build(tmp_path / "tokens", [Source([file])], reading, ByteTokenizer(), share=0)
         for reading in (TEXT, ANSWERS, Answers("completion", "prompt"), TEXT)
     ]
     assert len({each.identity for each in made}) == 3 and made[0].identity == made[3].identity
@@ -79,7 +79,7 @@ def test_the_files_follow_what_is_read(tmp_path: Path) -> None:
     assert names == ["lock", "manifest.json", "train.bin", "train.idx", "validation.bin", "validation.idx"]
     with (tmp_path / "tokens/train.ans").open("wb") as others:
         others.write(b"1")  # what an older run left
-    made_again = build(tmp_path / "tokens", [file], ANSWERS, ByteTokenizer(), share=0)
+    made_again = build(tmp_path / "tokens", [Source([file])], ANSWERS, ByteTokenizer(), share=0)
     (tmp_path / "tokens/train.ans").write_bytes(b"\1" * len(made_again.train.tokens))
     assert "train.ans: damaged" in mistake(open_tokens, tmp_path / "tokens", verify=True)
 

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from imece.data.corpus import documents, fraction, held_out
+from imece.data.corpus import Source, documents, fraction, held_out
 from imece.data.files import digest
 from imece.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from tests.data.helpers import files_of_at_most, mistake
@@ -34,7 +34,7 @@ def corpus(folder: Path, count: int = 40) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return train_bpe(corpus(tmp_path_factory.mktemp("bpe")), vocab_size=300)
+    return train_bpe([Source(corpus(tmp_path_factory.mktemp("bpe")))], vocab_size=300)
 
 
 @pytest.fixture(params=["bytes", "bpe", "bytes, loaded", "bpe, loaded"])
@@ -120,10 +120,10 @@ def test_a_bpe_has_learned_words_and_all_bytes(bpe: Tokenizer) -> None:
 def test_the_same_text_gives_the_same_bpe(tmp_path: Path, bpe: Tokenizer) -> None:
     other_place = tmp_path / "other"
     other_place.mkdir()
-    again = train_bpe(corpus(other_place), vocab_size=300)
+    again = train_bpe([Source(corpus(other_place))], vocab_size=300)
     assert again.hash == bpe.hash
     assert again.to_json() == bpe.to_json()
-    assert train_bpe(corpus(other_place), vocab_size=299).hash != bpe.hash
+    assert train_bpe([Source(corpus(other_place))], vocab_size=299).hash != bpe.hash
     assert ByteTokenizer().hash == ByteTokenizer().hash != bpe.hash
 
 
@@ -135,9 +135,9 @@ def test_what_is_held_out_is_not_learned_from(tmp_path: Path) -> None:
         files[-1].write_text(f"{number} {'secret' if secret else 'visible'} " * 9)
     kept = [file for file in files if not held_out(file.read_text(), 0.3)]
     assert 20 < len(kept) < 60
-    learned_from_kept = train_bpe(kept, vocab_size=320, share=0).hash
-    assert train_bpe(files, vocab_size=320, share=0.3).hash == learned_from_kept
-    assert train_bpe(files, vocab_size=320, share=0).hash != learned_from_kept
+    learned_from_kept = train_bpe([Source(kept)], vocab_size=320, share=0).hash
+    assert train_bpe([Source(files)], vocab_size=320, share=0.3).hash == learned_from_kept
+    assert train_bpe([Source(files)], vocab_size=320, share=0).hash != learned_from_kept
 
 
 def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> 
     all_of_it, kept = tmp_path / "all.jsonl", tmp_path / "kept.jsonl"
     for path, some in ((all_of_it, texts), (kept, [text for text in texts if text != least])):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
-    learned_from_kept = train_bpe([kept], vocab_size=300, share=0).hash
-    assert train_bpe([all_of_it], vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
-    assert train_bpe([all_of_it], vocab_size=300, share=0).hash != learned_from_kept
+    learned_from_kept = train_bpe([Source([kept])], vocab_size=300, share=0).hash
+    assert train_bpe([Source([all_of_it])], vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
+    assert train_bpe([Source([all_of_it])], vocab_size=300, share=0).hash != learned_from_kept
 
 
 def test_of_one_small_file_too_the_held_out_pieces_are_not_learned_from(tmp_path: Path) -> None:
@@ -160,24 +160,24 @@ def test_of_one_small_file_too_the_held_out_pieces_are_not_learned_from(tmp_path
     some = [text for text in pieces if not held_out(text, 0.3)]
     assert 5 < len(some) < len(pieces)
     kept.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
-    learned_from_kept = train_bpe([kept], vocab_size=320, share=0).hash
-    assert train_bpe([book], vocab_size=320, share=0.3).hash == learned_from_kept
-    assert train_bpe([book], vocab_size=320, share=0).hash != learned_from_kept
+    learned_from_kept = train_bpe([Source([kept])], vocab_size=320, share=0).hash
+    assert train_bpe([Source([book])], vocab_size=320, share=0.3).hash == learned_from_kept
+    assert train_bpe([Source([book])], vocab_size=320, share=0).hash != learned_from_kept
 
 
 def test_a_word_without_end_is_learned_from_in_pieces(tmp_path: Path) -> None:
     """A genome, or a text in a script without spaces: its merges would each go through all of it."""
     (tmp_path / "a.txt").write_text("a" * 60_000 + "b")
-    tokenizer = train_bpe([tmp_path / "a.txt"], vocab_size=300, share=0)
+    tokenizer = train_bpe([Source([tmp_path / "a.txt"])], vocab_size=300, share=0)
     lengths = {len(tokenizer.decode([token]).encode()) for token in range(257, tokenizer.vocab_size)}
     assert max(lengths) == 256
     assert tokenizer.decode(tokenizer.encode("a" * 60_000 + "b")) == "a" * 60_000 + "b"
     words = " ".join(f"{word}{'x' * 240}" for word in range(40))
     (tmp_path / "a.txt").write_text(words)
-    whole = train_bpe([tmp_path / "a.txt"], vocab_size=300, share=0).hash
+    whole = train_bpe([Source([tmp_path / "a.txt"])], vocab_size=300, share=0).hash
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("imece.data.tokenizer._LONG_WORD", re.compile("nothing"))
-        assert train_bpe([tmp_path / "a.txt"], vocab_size=300, share=0).hash == whole
+        assert train_bpe([Source([tmp_path / "a.txt"])], vocab_size=300, share=0).hash == whole
 
 
 def test_of_a_large_corpus_a_sample_is_learned_from(tmp_path: Path) -> None:
@@ -185,17 +185,17 @@ def test_of_a_large_corpus_a_sample_is_learned_from(tmp_path: Path) -> None:
     share = 1000 / sum(file.stat().st_size for file in files)
     drawn = [file for file in files if fraction(file.read_text(), "tokenizer") < share]
     assert 0 < len(drawn) < len(files)
-    sampled = train_bpe(files, vocab_size=300, share=0, sample_bytes=1000)
+    sampled = train_bpe([Source(files)], vocab_size=300, share=0, sample_bytes=1000)
     kept = tmp_path / "kept.jsonl"  # so few files would be cut
     kept.write_text("".join(json.dumps({"text": file.read_text()}) + "\n" for file in drawn))
-    assert sampled.hash == train_bpe([kept], vocab_size=300, share=0).hash
+    assert sampled.hash == train_bpe([Source([kept])], vocab_size=300, share=0).hash
 
 
 def test_progress_of_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("imece.data.tokenizer._PROGRESS_BYTES", 500)
     told: list[tuple[int, int]] = []
     files = corpus(tmp_path)
-    train_bpe(files, vocab_size=257, progress=lambda done, total: told.append((done, total)))
+    train_bpe([Source(files)], vocab_size=257, progress=lambda done, total: told.append((done, total)))
     total = sum(file.stat().st_size for file in files)
     assert len(told) > 5
     assert told == sorted(told)
@@ -205,13 +205,13 @@ def test_progress_of_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_vocabulary_without_room(tmp_path: Path) -> None:
     files = corpus(tmp_path)
-    assert train_bpe(files, vocab_size=257).vocab_size == 257
-    assert "a vocabulary of 256: at least 257" in mistake(train_bpe, files, vocab_size=256)
+    assert train_bpe([Source(files)], vocab_size=257).vocab_size == 257
+    assert "a vocabulary of 256: at least 257" in mistake(train_bpe, [Source(files)], vocab_size=256)
 
 
 def test_a_bad_line_stops_the_learning(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
-    assert "a.jsonl:2: field 'text'" in mistake(train_bpe, [tmp_path / "a.jsonl"])
+    assert "a.jsonl:2: field 'text'" in mistake(train_bpe, [Source([tmp_path / "a.jsonl"])])
 
 
 # --- those of others ---

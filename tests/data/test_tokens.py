@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from imece.data.build import build
-from imece.data.corpus import held_out
+from imece.data.corpus import Source, held_out
 from imece.data.records import TEXT
 from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer
@@ -25,7 +25,9 @@ def made(tmp_path: Path) -> TokenFiles:
         path = tmp_path / f"text/{number}.txt"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"text {number}")
-    return build(tmp_path / "tokens", sources([tmp_path / "text"]), TEXT, ByteTokenizer(), share=0.3)
+    return build(
+        tmp_path / "tokens", [Source(sources([tmp_path / "text"]))], TEXT, ByteTokenizer(), share=0.3
+    )
 
 
 def test_a_part_is_its_documents(made: TokenFiles) -> None:

@@ -20,6 +20,7 @@ import torch
 from imece.checkpoint.load import Saved, all_steps, first_whole
 from imece.checkpoint.save import Checkpoints
 from imece.data.batches import Batches
+from imece.data.corpus import Source
 from imece.data.tokenizer import train_bpe
 from imece.data.tokens import open_tokens
 from imece.observe.metrics import read_metrics
@@ -95,7 +96,7 @@ def strangers(folder: str) -> None:
         f"{run / 'checkpoints'}: rank 1 can read step 2 at most, others step 4: "
         "check that all hosts see the same disk"
     )
-    train_bpe([path / "text.jsonl"], vocab_size=270).save(run / "tokenizer.json")
+    train_bpe([Source([path / "text.jsonl"])], vocab_size=270).save(run / "tokenizer.json")
     said = train(["--run", run, "--steps=8"], path).mistake()
     assert said == (
         f"{run}/checkpoints/step-00000004 was trained with another tokenizer (257 entries) than "

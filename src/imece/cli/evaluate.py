@@ -23,6 +23,7 @@ from imece.cli.options import check_named, parse
 from imece.cli.trained import best_device, say
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
+from imece.data.corpus import Source
 from imece.data.prepare import TextSource, reading_of
 from imece.data.records import Format
 from imece.data.sources import sources
@@ -226,7 +227,7 @@ def _data(
             f"no folder for the tokens of --data can be made ({error.strerror}): set TMPDIR to one with room"
         ) from error
     with beside as temporary:
-        made = build(temporary, files, reading, tokenizer, share=0.0)
+        made = build(temporary, [Source(files)], reading, tokenizer, share=0.0)
         if made.skipped:
             say(f"{made.skipped} of {len(files)} files are not text and were left out")
         yield replace(made.train, name="--data"), own

@@ -47,11 +47,10 @@ _NAMED = 3  # files without text that a message names
 
 def build(
     folder: Path | str,
-    files: Sequence[Path],
+    sources: Sequence[Source],
     reading: Reading,
     tokenizer: Tokenizer,
     *,
-    by_source: Sequence[Source] = (),
     validation: Sequence[Path] = (),
     share: float = 0.02,
     seed: int = 0,
@@ -61,18 +60,17 @@ def build(
 
     Any number of processes may call this at once: one builds, the others wait and open the result. If the
     builder is killed, the next process builds. `progress` is called only in the process that builds. To find
-    out whether the files are up to date, every process reads all of `files` and all tokens, about 1 GB/s.
+    out whether the files are up to date, every process reads all of the text and all tokens, about 1 GB/s.
 
-    by_source: the same files by source; default: they are one. validation: files of which all documents are
-    in the validation part.
-    share, seed: choose the documents of `files` that `corpus.held_out` puts there too; at least one of each
+    sources: one without a name, or several that are weighed. validation: files of which all documents are in
+    the validation part.
+    share, seed: choose the documents of `sources` that `corpus.held_out` puts there too; at least one of each
     source, unless share is 0. UserError if a part gets no document of a source, if the folder has files under
     our names that are not ours, or if it cannot be written.
     """
     folder = Path(folder)
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
-    sources = by_source or [Source("", files)]
     wanted = _wanted(sources, reading, tokenizer, share, seed)
     if validation:
         wanted["validation"] = _source_hash(validation, reading)
@@ -181,7 +179,7 @@ def _build(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     total, done, skipped = total_bytes([*files, *apart]), 0, dict[Path, str]()
     given = divided(sources, reading, share, seed, skipped)
-    named = ((Source("", apart), document, True) for document in documents(apart, reading, skipped))
+    named = ((Source(apart), document, True) for document in documents(apart, reading, skipped))
     with (
         closing(_PartWriter(folder, "train", dtype, reading)) as train,
         closing(_PartWriter(folder, "validation", dtype, reading)) as validation,

@@ -126,8 +126,8 @@ def common_folder(files: Sequence[Path]) -> str:
 class Source:
     """Files that are read as one: whose documents are held out, and of several sources weighed, together."""
 
-    name: str  # "" for the only one
     files: Sequence[Path]
+    name: str = ""  # "" for the only one
 
 
 def divided(

@@ -122,16 +122,14 @@ def prepare(
         if (made := _made(tokenizer_path, folder)) is None:
             raise
         return made
-    files = [path for each in by_source for path in each.files]
-    tokenizer = _tokenizer(source, reading, files, by_source, tokenizer_path, progress)
-    every = [*files, *validation]
+    tokenizer = _tokenizer(source, reading, by_source, tokenizer_path, progress)
+    every = [*(path for each in by_source for path in each.files), *validation]
     making = f"making tokens of {many(len(every), 'file')}"
     tokens = build(
         folder,
-        files,
+        by_source,
         reading,
         tokenizer,
-        by_source=by_source,
         validation=validation,
         share=source.share,
         seed=source.seed,
@@ -165,7 +163,7 @@ def _by_source(
             "for each of them, or leave it out"
         )
     if count < 2:
-        return [Source("", _others(sources(paths, reading, run_folders), validation))]
+        return [Source(_others(sources(paths, reading, run_folders), validation))]
     found, owner = list[Source](), dict[str, int]()
     for number, (name, path) in enumerate(zip(_names(paths), paths, strict=True)):
         files = _others(sources([path], reading, run_folders), validation)
@@ -176,7 +174,7 @@ def _by_source(
                     f"{file} is in both {paths[other]} and {path}: with --data.weights a file is of one of "
                     "them: name others, or leave that option out"
                 )
-        found.append(Source(name, files))
+        found.append(Source(files, name))
     return found
 
 
@@ -227,7 +225,6 @@ def _made(tokenizer_path: Path, folder: Path) -> Prepared | None:
 def _tokenizer(
     source: TextSource,
     reading: Reading,
-    files: Sequence[Path],
     by_source: Sequence[Source],
     path: Path,
     progress: Progress | None,
@@ -236,7 +233,7 @@ def _tokenizer(
         try:
             with locked(path.with_name(f".{path.name}.lock")):
                 if not os.path.exists(path):  # nobody made it while this process waited
-                    _make(source, reading, files, by_source, progress).save(path)
+                    _make(source, reading, by_source, progress).save(path)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}): {other_place(error)} folder"
@@ -247,7 +244,6 @@ def _tokenizer(
 def _make(
     source: TextSource,
     reading: Reading,
-    files: Sequence[Path],
     by_source: Sequence[Source],
     progress: Progress | None,
 ) -> Tokenizer:
@@ -255,12 +251,11 @@ def _make(
         return ByteTokenizer()
     if source.tokenizer == "bpe":
         return train_bpe(
-            files,
+            by_source,
             reading,
             source.vocab_size,
             share=source.share,
             seed=source.seed,
-            by_source=by_source,
             progress=partial(progress, "learning the tokenizer") if progress else None,
         )
     given = Path(os.path.expanduser(source.tokenizer))

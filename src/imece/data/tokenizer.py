@@ -261,22 +261,20 @@ class JsonTokenizer(Tokenizer):
 
 
 def train_bpe(
-    files: Sequence[Path],
+    sources: Sequence[Source],
     reading: Reading = TEXT,
     vocab_size: int = 4096,
     *,
     share: float = 0.02,
     seed: int = 0,
     sample_bytes: int = 20_000_000,
-    by_source: Sequence[Source] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokenizer:
-    """A byte-level BPE of the documents in `files`; the same content gives the same BPE on every machine.
+    """A byte-level BPE of the documents of `sources`; the same content gives the same BPE on every machine.
 
     vocab_size: entries, with `end` and the 256 bytes; a small corpus may fill fewer.
     share, seed: documents that `build` puts into the validation part are not learned from.
     sample_bytes: about this much of a larger corpus is learned from; documents are drawn by content.
-    by_source: the same files by source; default: they are one. What is learned from is not weighed.
     progress: called with (bytes of text read, bytes of all files), about once per MiB.
     UserError if the vocabulary has no room for all bytes.
     """
@@ -289,13 +287,12 @@ def train_bpe(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_letters(), show_progress=False
     )
-    total = total_bytes(files)
-    by_source = by_source or [Source("", files)]
+    total = total_bytes([path for source in sources for path in source.files])
 
     def sample() -> Iterator[str]:
         done = told = 0
         # Cut as for the token files: a document that is whole here might be held out in part there.
-        for _, document, apart in divided(by_source, reading, share, seed, skipped={}):
+        for _, document, apart in divided(sources, reading, share, seed, skipped={}):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
             if drawn and not apart:
