@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIaei]|[Oo](?!ne)|[Uu](?!se|ni(?!n)|t|[A-Z])|[FHLMNRSX](?=[A-Z])")
+"""Names before which one says "an": also "an LSTM", spelt letter by letter, but "a User" and "a UNet"."""
 
 
 def some(names: Sequence[object], most: int, between: str = ", ") -> str:
@@ -17,6 +21,6 @@ def many(number: int, noun: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """(3) -> "an int", ([]) -> "a list": what a wrong value is."""
+    """(3) -> "an int", ([]) -> "a list", (UserDict()) -> "a UserDict": what a wrong value is."""
     name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    return f"{'an' if _SPOKEN_WITH_A_VOWEL.match(name) else 'a'} {name}"

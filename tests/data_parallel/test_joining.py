@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.utils.checkpoint import checkpoint
 
 import imece
 from imece import DistributedDataParallel, convert_sync_batchnorm
@@ -35,6 +36,22 @@ class Line(nn.Module):
         return torch.stack([self.layers[index](x).sum() for index in picked]).sum()
 
 
+class Repeated(nn.Module):
+    """One layer in two re-entrant checkpoints, so that it gets two gradients; another one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.double()
+        for each in self.parameters():
+            nn.init.constant_(each, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return x.sum()
+
+
 def wrap(group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(Line(), process_group=group, bucket_cap_mb=20 / 2**20, **options)
 
@@ -56,8 +73,8 @@ def grad(model: DistributedDataParallel, layer: int = 0) -> torch.Tensor | None:
     return found
 
 
-def near(got: torch.Tensor | None, expected: torch.Tensor, what: str = "") -> None:
-    assert got is not None, what
+def near(got: torch.Tensor | None, expected: torch.Tensor | None, what: str = "") -> None:
+    assert got is not None and expected is not None, what
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
@@ -360,6 +377,17 @@ def ranks_that_ended_hear_who_is_not_finite(group: dist.ProcessGroup) -> None:
 def with_a_static_graph(group: dist.ProcessGroup) -> None:
     """The first backward, in which the graph is learnt, is without some ranks."""
     uneven_steps(wrap(group, static_graph=True), group)
+    inner = Repeated()
+    model = DistributedDataParallel(inner, process_group=group, static_graph=True)
+    with model.join():
+        for step in range(lengths(group.size())[dist.get_rank()]):
+            model(own(step)).backward()
+    model.zero_grad()
+    model(own(1)).backward()  # the ranks that had none learn it now
+    alone = Repeated()
+    sum(alone(given(rank, 1)) for rank in range(group.size())).div(group.size()).backward()
+    near(inner.layer.weight.grad, alone.layer.weight.grad)
+    assert inner.unused.weight.grad is None
 
 
 def with_a_synchronised_batch_norm(group: dist.ProcessGroup) -> None:
@@ -383,6 +411,9 @@ def where_units_are_gathered(group: dist.ProcessGroup) -> None:
     model, _ = imece.parallelize(line, optimizer, "zero3", group, gather=True)
     with pytest.raises(RuntimeError, match=r"^join: strategy 'zero3' gathers .*uneven='drop'.*'zero2'$"):
         model.join()
+    with model.join(enable=False):  # nothing, so a script may leave it there
+        model(own(0)).backward()
+        optimizer.step()
 
 
 def drift_is_noticed_after_it(group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -761,6 +762,27 @@ def line_search(group: dist.ProcessGroup) -> None:
         trained(wrapped, optimizer, mine, mean=False)
 
 
+def given_to_a_whole_optimizer_later(group: dist.ProcessGroup) -> None:
+    """A parameter that some wrapped model has is stepped; one whose gradient nobody sums is an error."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    wrapped, _ = parallelize(model, optimizer, "replicate", group)
+    other = DistributedDataParallel(nn.Linear(4, 1), process_group=group)
+    model[1].register_parameter("late", nn.Parameter(torch.ones(1)))
+    optimizer.add_param_group({"params": [*model[1].parameters(), *other.parameters()]})
+    inputs = torch.full((2, 4), float(group.rank()))
+    other(wrapped(inputs)).sum().backward()
+    optimizer.step()
+    states = [each.flatten().tolist() for each in (*model.parameters(), *other.parameters())]
+    assert gathered(states, group) == [states] * group.size()
+    for stranger, name in ((model[1].late, "1.late"), (nn.Parameter(torch.ones(2)), "of shape [2], none of")):
+        optimizer.param_groups[1]["params"] = [stranger]
+        (other(wrapped(inputs)).sum() * stranger.sum()).backward()
+        with pytest.raises(ValueError, match=rf"^parameter {re.escape(name)}.* SGD after .*nobody sums"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def steps_of_one_rank_alone(group: dist.ProcessGroup) -> None:
     """Whole parameters are stepped by them, with a warning; parts would not be stepped."""
     said = "SGD .*0.weight.* of this rank alone.* or by a backward in no_sync"
@@ -994,6 +1016,7 @@ OTHERS: dict[str, Check] = {
     "gradients are in the optimizer": gradients_are_in_the_optimizer,
     "compiled": parity(Case(compiled, steps=3), but=["replicate", "zero1", "zero3"]),
     "names": names_of_parts,
+    "given to a whole optimizer later": given_to_a_whole_optimizer_later,
     "steps of one rank alone": steps_of_one_rank_alone,
     "line search": line_search,
     "one script for every strategy": one_script_for_every_strategy,

@@ -480,7 +480,7 @@ def late_groups(group: dist.ProcessGroup) -> None:
         inner = two_layers()
         inner.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
         optimizer = torch.optim.SGD([inner[0].weight], lr=0.1)
-        parallelize(inner, optimizer, way.strategy, mesh_of(group), gather=way.gather)
+        model, _ = parallelize(inner, optimizer, way.strategy, mesh_of(group), gather=way.gather)
         cases: list[tuple[Any, str]] = [
             (list(inner[1].parameters()), "1.weight"),
             (iter(inner[1].named_parameters()), "1.weight"),
@@ -495,6 +495,10 @@ def late_groups(group: dist.ProcessGroup) -> None:
                 "give it before parallelize, wanting a gradient"
             )
         assert len(optimizer.param_groups) == 1
+        optimizer.param_groups[0]["params"].append(inner[1].weight)
+        with pytest.raises(ValueError, match=r"parameter 1\.weight is given to SGD after parallelize"):
+            optimizer.step()
+        del model  # as long as its optimizer
 
 
 def old_gradients(group: dist.ProcessGroup) -> None:

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 def warn_of_steps_alone(optimizer: Optimizer, model: DistributedDataParallel) -> None:
     """Warn once, at the first such step. It is no error: ranks may be meant to go their own ways for a while,
     or the script may have summed the gradients itself."""
-    known, has_others = weakref.ref(model), model.reducer.group.size() > 1
+    known, has_others, said = weakref.ref(model), model.reducer.group.size() > 1, False
 
     @torch._disable_dynamo(recursive=True)
     def before_step(stepped: Optimizer, *_: Any) -> None:
+        nonlocal said  # the hook stays: torch is going through the hooks when it is called
         model, kind = known(), type(stepped).__name__
+        if said:
+            return
         if model is None:
-            handle.remove()
+            said = True
             if has_others and not _is_of_a_wrapped_model(stepped):
                 warnings.warn(
                     f"{kind} steps by gradients of this rank alone, and the ranks drift apart: the model "
@@ -34,16 +37,44 @@ def warn_of_steps_alone(optimizer: Optimizer, model: DistributedDataParallel) ->
                     stacklevel=2,
                 )
         elif (name := model.reducer.unsummed(parameters_of(stepped))) is not None:
-            handle.remove()
+            said = True
             warnings.warn(
                 f"{kind} steps {name} by a gradient of this rank alone, and the ranks drift apart: it came "
                 f"{FROM_ONE_RANK}",
                 stacklevel=2,
             )
 
-    handle = optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_pre_hook(before_step)
+
+
+def refuse_what_nobody_sums(optimizer: Optimizer, model: DistributedDataParallel) -> None:
+    """From now on a step of a parameter that was added later, and is in no wrapped model, is a ValueError."""
+    known, given = weakref.ref(model), {id(each) for each in parameters_of(optimizer)}
+
+    @torch._disable_dynamo(recursive=True)
+    def before_step(stepped: Optimizer, *_: Any) -> None:
+        model = known()
+        added = [each for each in parameters_of(stepped) if id(each) not in given and each.grad is not None]
+        if not added or model is None:
+            return
+        names, summed = {id(each): name for name, each in model.module.named_parameters()}, _summed()
+        for each in added:
+            name = names.get(id(each), f"of shape {list(each.shape)}, none of the model's,")
+            if id(each) not in summed and name not in model.parameters_to_ignore:
+                raise ValueError(
+                    f"parameter {name} was given to {type(stepped).__name__} after parallelize, and nobody "
+                    f"sums its gradient over the ranks, which would drift apart: put it into the model "
+                    f"before parallelize, or wrap a model that has it"
+                )
+            given.add(id(each))
+
+    optimizer.register_step_pre_hook(before_step)
 
 
 def _is_of_a_wrapped_model(optimizer: Optimizer) -> bool:
-    stepped = {id(each) for each in parameters_of(optimizer)}
-    return any(id(slot.parameter) in stepped for reducer in living() for slot in reducer.slots)
+    return not _summed().isdisjoint(map(id, parameters_of(optimizer)))
+
+
+def _summed() -> set[int]:
+    """The ids of all parameters that some wrapped model sums the gradients of."""
+    return {id(slot.parameter) for reducer in living() for slot in reducer.slots}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from imece import mesh as meshes
 from imece.data_parallel.across import across_model, refuse_whole_matrices
-from imece.data_parallel.alone import warn_of_steps_alone
+from imece.data_parallel.alone import refuse_what_nobody_sums, warn_of_steps_alone
 from imece.data_parallel.arguments import bucket_caps, check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
@@ -155,6 +155,7 @@ def parallelize(
         )  # fmt: skip
         for each in optimizers:
             warn_of_steps_alone(each, replicated)
+            refuse_what_nobody_sums(each, replicated)
             check_closures(each, replicated)
         return _known(replicated, arranged, optimizers), made
     wrapped = ShardedDataParallel(

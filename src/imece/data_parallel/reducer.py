@@ -85,7 +85,8 @@ class Reducer:
         self._early: set[int] = set()  # parameters that get gradients in a later backward of the same step
         self._careful = False  # some gradients are left, early or noted: not all simply go into buckets
         self._absent: list[Slot] = []  # slots of buckets that left before their turn
-        self._learning = static_graph  # the first backward counts how often each parameter fires
+        self._learning = static_graph  # this rank's first backward counts how often each parameter fires
+        self._first_is_over = False  # a backward of all ranks, some of which may have had no inputs
         self._arrivals = Arrivals(wanted=gradients.is_whole)
         self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
         """Weakly refers to a function to call after a backward in which no rank used some parameter, or any,
@@ -258,7 +259,8 @@ class Reducer:
     def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
         """Reset everything for the beginning of a backward. left: parameters that another model reduces."""
         self.leaving.start()
-        self._left, self._careful, self._early = left, self._arrivals.noting or bool(left), set()
+        self._left, self._early = left, set()
+        self._careful = self._arrivals.noting or self._learning or bool(left)
         self._absent = []
         self._used.begin()
         self._present = present
@@ -452,6 +454,7 @@ class Reducer:
         assert self.leaving.all_left, "a bucket is left behind"
         told = self._wait_for_all(read=bool(absent) or self._learning)
         self.gradients.finish(absent, self._used.anywhere)
+        self._learning = False
         self._end_first()
         self._fired[:] = self._touched[:] = self._zeros
         while self.awaited:
@@ -464,7 +467,7 @@ class Reducer:
     def _end_first(self) -> None:
         """All ranks that took part in the first backward, if only as shadows, rebuild the buckets, or
         none does."""
-        self._learning = False
+        self._first_is_over = True
         self._arrivals.end()
 
     def _fill_in(self, slots: Sequence[Slot]) -> list[Slot]:
@@ -479,6 +482,9 @@ class Reducer:
                 continue
             grad = parameter.grad
             if self._learning:
+                if fired and self._first_is_over and not self._used.anywhere[slot.index]:
+                    slot.uses = 0
+                    raise refusals.changed(slot, fired)
                 slot.uses = fired
             elif self.static_graph and fired != slot.uses:
                 raise refusals.changed(slot, fired)
@@ -511,7 +517,7 @@ class Reducer:
         return told
 
     def _exchange_used(self) -> None:
-        if self._learning or not self.static_graph:  # otherwise it is known
+        if not (self.static_graph and self._first_is_over):  # otherwise it is known
             alike = self.alike() if self._present else None
             self._used.exchange(
                 self._fired, self._touched, alike() if alike is not None else Alike(), self.leaving.overlap
@@ -565,7 +571,7 @@ class Reducer:
                 bucket.pending = 0
             self.leaving.ending = True
             self.let_go()
-            self._wait_for_all(read=not self.gradients.is_whole)
+            self._wait_for_all(read=self.static_graph or not self.gradients.is_whole)
             # An ended rank may keep its own whole gradients; but it still owns its part of a sharded model.
             self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used.anywhere)
             self._touched[:] = self._zeros

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
 from imece.collectives import ops
@@ -336,20 +336,25 @@ class ShardedDataParallel(DistributedDataParallel):
         with self.gathered():
             super().check_parameters()
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
         """As in DistributedDataParallel. Ranks that have ended clip, step and zero their parts as the
         others do.
 
-        RuntimeError if units are gathered, which takes all ranks.
+        RuntimeError if units are gathered, which takes all ranks, unless it is not to be enabled.
         """
-        if self.sharding.gathering is not None:
+        if enable and self.sharding.gathering is not None:
             name = self._options.strategy.name
             raise RuntimeError(
                 f"join: strategy {name!r} gathers parameters in each forward, in which all ranks take part: "
                 f"give all equally many batches, as imece.DistributedSampler(uneven='drop') and "
                 f"DataLoader(drop_last=True) do, or take strategy 'zero2'"
             )
-        return super().join(*args, **kwargs)
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """As in DistributedDataParallel, whichever ranks hold the parts of the gradient; all ranks call this.

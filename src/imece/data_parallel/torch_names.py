@@ -97,7 +97,7 @@ class TorchNames:
 
     def _set_static_graph(self) -> None:
         self.static_graph = self.reducer.static_graph = True
-        self.reducer._learning = True
+        self.reducer._learning, self.reducer._first_is_over = True, False
 
     def _register_builtin_comm_hook(self, kind: dist.BuiltinCommHookType) -> None:
         self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[kind])  # type: ignore[attr-defined]

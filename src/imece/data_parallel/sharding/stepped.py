@@ -47,6 +47,7 @@ class SteppedParts:
         self._module = model.module
         self._known = weakref.ref(model)  # the model must go when nobody else has it
         self.ids_of_parts: set[int] = set()  # empty between leave() and regroup()
+        self._ids_of_rest: set[int] = set()  # of whole parameters that want no gradient
         self._in_step: Optimizer | None = None  # this optimizer, or one that shares its groups
         self._whole: list[dict[str, list[Any]]] = []  # by group: its contents before it was divided
         self._moved = Moved()
@@ -117,6 +118,7 @@ class SteppedParts:
             for parameter, name in zip(group["params"], group.get("param_names", repeat("")), strict=False):
                 if id(parameter) not in index:
                     mine.append((parameter, name))  # wants no gradient: nothing steps it
+                    self._ids_of_rest.add(id(parameter))
                     continue
                 state = optimizer.state.pop(parameter, None)
                 for part in parts.get(index[id(parameter)], []):
@@ -201,6 +203,7 @@ class SteppedParts:
                 "torch's GradScaler sees only this rank's part of a sharded model's gradient, so ranks would "
                 "not step together: use imece.GradScaler in its place"
             )
+        self._refuse_late()
         self._check_summed()
         self._sharding.written.check()
         self._sharding.before_step((self._number,))
@@ -235,16 +238,24 @@ class SteppedParts:
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """ValueError: parts were cut, and gradients are summed, for the parameters given to `parallelize`."""
-        names = {id(each): name for name, each in self._module.named_parameters()}
         given = param_group["params"]
         for each in [given] if isinstance(given, torch.Tensor) else given:
-            parameter = each[1] if isinstance(each, tuple) else each
-            name = names.get(id(parameter), f"of shape {list(parameter.shape)}, none of the model's,")
-            raise ValueError(
-                f"parameter {name} is given to {type(self.optimizer).__name__} after parallelize, and its "
-                f"gradient would not come here: give it before parallelize, wanting a gradient"
-            )
+            raise self._late(each[1] if isinstance(each, tuple) else each)
         self._add(param_group)
+
+    def _late(self, parameter: torch.Tensor) -> ValueError:
+        names = {id(each): name for name, each in self._module.named_parameters()}
+        name = names.get(id(parameter), f"of shape {list(parameter.shape)}, none of the model's,")
+        return ValueError(
+            f"parameter {name} is given to {type(self.optimizer).__name__} after parallelize, and its "
+            f"gradient would not come here: give it before parallelize, wanting a gradient"
+        )
+
+    def _refuse_late(self) -> None:
+        """ValueError for what somebody wrote into the groups by hand."""
+        for each in parameters_of(self.optimizer):
+            if id(each) not in self.ids_of_parts and id(each) not in self._ids_of_rest:
+                raise self._late(each)
 
     def _say_whose(self, _: Optimizer, state: dict[str, Any]) -> None:
         """Note whose parts these are: other ranks' state dicts have the same keys and mostly the
