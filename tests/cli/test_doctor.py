@@ -213,6 +213,9 @@ def test_memory_port_and_versions() -> None:
     small = list(doctor.memory(2**34, 64 * 2**20))
     assert [f.status for f in small] == ["ok", "warn"] and "--shm-size" in small[1].text
     assert [f.status for f in doctor.memory(2**20, None)] == ["warn", "warn"]
+    readable = list(doctor.memory(2**34, 2**33, doctor._refusal(Path("/proc"))))  # as a /dev/shm mounted ro
+    assert [f.status for f in readable] == ["ok", "warn"] and "cannot be written" in readable[1].text
+    assert not doctor._refusal(Path("/dev/shm"))
     assert doctor.port().status == "ok"
     assert doctor.port("203.0.113.7").status == "fail"  # an address that no host has
     assert doctor.software("2.13.0+cpu").status == "ok"

@@ -26,7 +26,7 @@ from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
 from imece.open_files import TRAIN, allow_open_files, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
-from imece.writing import NO_TEMPORARY, temporary_files
+from imece.writing import NO_TEMPORARY, temporary_files, try_folder
 
 Status = Literal["ok", "warn", "fail", "link"]
 BACKENDS = ("shm", "gloo")
@@ -98,7 +98,8 @@ def findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> I
 def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     """All checks that need no rank."""
     yield software(torch.__version__)
-    yield from memory(segment.available_bytes(), _free_bytes(Path("/dev/shm")))
+    shm = Path("/dev/shm")
+    yield from memory(segment.available_bytes(), _free_bytes(shm), _refusal(shm))
     yield port()
     interfaces = sorted(psutil.net_if_addrs())
     yield from interface(environ, "GLOO_SOCKET_IFNAME", interfaces)
@@ -123,8 +124,10 @@ def software(torch_version: str) -> Finding:
     return Finding("ok", text)
 
 
-def memory(available_bytes: int, dev_shm_bytes: int | None) -> Iterator[Finding]:
-    """Memory for shm, which is limited by the machine's (or container's) memory and not by /dev/shm."""
+def memory(available_bytes: int, dev_shm_bytes: int | None, refusal: str = "") -> Iterator[Finding]:
+    """Memory for shm, which is limited by the machine's (or container's) memory and not by /dev/shm.
+
+    refusal: why nothing can be written in /dev/shm, however much is free."""
     if not hasattr(os, "memfd_create"):
         yield Finding("warn", "no memfd_create on this system: backend shm needs Linux, gloo will be used")
         return
@@ -134,6 +137,12 @@ def memory(available_bytes: int, dev_shm_bytes: int | None) -> Iterator[Finding]
     )
     if dev_shm_bytes is None:
         yield Finding("warn", "there is no /dev/shm: DataLoader workers of torch need it")
+    elif refusal:
+        yield Finding(
+            "warn",
+            f"/dev/shm cannot be written ({refusal}): imece does not mind, but DataLoader workers of torch "
+            "need it; mount it with rw and mode 1777",
+        )
     elif dev_shm_bytes <= _LITTLE_BYTES:
         yield Finding(
             "warn",
@@ -380,6 +389,14 @@ def _devices() -> str:
 
 def _free_bytes(folder: Path) -> int | None:
     return psutil.disk_usage(str(folder)).free if folder.is_dir() else None
+
+
+def _refusal(folder: Path) -> str:
+    try:
+        try_folder(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _loopback(interfaces: Sequence[str]) -> str:
