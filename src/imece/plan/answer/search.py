@@ -68,26 +68,30 @@ class Answer:
 
 def search(question: Question) -> Answer:
     """Try every setup. Setups that do not fit are not timed, and their larger micro-batches, which need more
-    memory, are skipped."""
+    memory, are skipped; but not the one without accumulation, whose sums of gradients come later."""
     fits: list[Candidate] = []
     least: dict[Parallel, Candidate] = {}
     fitting: set[Parallel] = set()
     considered = 0
     for line in setups(question):
         considered += len(line)
+        missed = False
         for setup in line:
+            if missed and setup.recipe.accumulation > 1:
+                continue
             candidate = weigh(setup, question.cluster)
             if candidate.needed > question.room_bytes:
                 before = least.get(setup.parallel)
                 if before is None or candidate.needed < before.needed:
                     least[setup.parallel] = candidate
-                break
+                missed = True
+                continue
             fitting.add(setup.parallel)
             fits.append(replace(candidate, time=step_time(setup, question.cluster)))
     fits.sort(key=lambda each: each.seconds)
-    missed = [each for parallel, each in least.items() if parallel not in fitting]
+    misses = [each for parallel, each in least.items() if parallel not in fitting]
     return Answer(
-        question, tuple(_winner_first(fits)), tuple(sorted(missed, key=lambda each: each.needed)), considered,
+        question, tuple(_winner_first(fits)), tuple(sorted(misses, key=lambda each: each.needed)), considered,
     )  # fmt: skip
 
 
