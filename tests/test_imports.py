@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's
     "models": _BASE,
-    "observe": _RANKS | {"collectives"},
+    "observe": {"cores", "writing"},
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN | {"plan"},

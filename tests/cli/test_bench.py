@@ -20,13 +20,14 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from imece.bench import report, targets
+from imece.bench import report
 from imece.bench.collectives import collectives, plot
 from imece.bench.collectives.collectives import Result
 from imece.bench.collectives.contenders import OPS, Contender, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.bench.crew import Crew, CrewError
 from imece.bench.ddp import ddp
+from imece.bench.targets import at_least
 from imece.cli.bench import BENCHMARKS
 from imece.cli.main import main
 from imece.errors import UserError
@@ -110,7 +111,7 @@ def test_targets_are_judged_by_what_was_measured(
         return Result(2, "all_reduce", 64 * 2**20, library, True, 1, [seconds])
 
     results = [at(1.0, "shm"), at(7.9, "gloo"), at(4.1, "mpich"), at(0.85, "limit")]
-    shown = targets.lines(targets.COLLECTIVES, collectives.ratio_in(results))
+    shown = [each.line for each in collectives.judged(results)]
     assert "MISSED  2 ranks, 64 MiB, shm: at least 8 x gloo: 7.9 x" in shown[0]
     assert "met     2 ranks, 64 MiB, shm: at least 4 x mpich: 4.1 x" in shown[1]
     assert "not measured in this run" in shown[2]
@@ -147,7 +148,7 @@ def test_figures_for_programs_are_json(tmp_path: Path) -> None:
     [(7.9, 8, "7.9 x"), (1.4493, 1.45, "1.449 x"), (1.45, 1.45, "1.45 x"), (0.96996, 0.97, "0.96996 x")],
 )
 def test_what_misses_by_little_does_not_read_as_met(found: float, bound: float, text: str) -> None:
-    assert targets.times(found, bound) == text
+    assert at_least("", found, bound).figure == text
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from imece.bench import memory, targets
+from imece.bench import memory
 from imece.bench.memory import Plan, Results, Row
 from imece.bench.step.step import Memory
 from imece.bench.step.step import Plan as StepPlan
 from imece.bench.step.step import Results as StepResults
+from imece.bench.step.targets import judged
 from imece.cli.main import main
 
 ONE = {"parameters": 40, "gradients": 40, "optimizer": 20, "communication": 0, "host": 0}
@@ -65,12 +66,12 @@ def test_the_targets_of_strategies() -> None:
     seconds = {"no-sync": [0.9], "replicate": [1.0], "zero1": [1.01], "zero3": [1.1], "fully-shard": [2.2]}
     results = StepResults(plan, seconds={128: seconds})
     results.memory[128] = {"zero3": Memory(10, 0, 0), "fully-shard": Memory(9, 0, 0)}
-    verdicts = dict(zip(plan.targets, targets.lines(plan.targets, results.found), strict=True))
-    said = {(t.way, t.what, t.against): line.split()[0] for t, line in verdicts.items() if t.tokens == 128}
-    assert said["zero1", "time", "replicate"] == "MISSED" and said["zero3", "time", "replicate"] == "met"
-    assert said["zero3", "speed", "fully-shard"] == "met" and said["zero3", "peak", "fully-shard"] == "MISSED"
-    assert said["zero2", "time", "replicate"] == "--"
-    assert StepPlan(("no-sync", "imece")).targets == targets.STEP
+    found = {each.text.removeprefix("128 tokens a rank: "): each.met for each in judged(results)}
+    assert found["zero1: at most 1 x the time of replicate"] is False
+    assert found["zero3: at most 1.15 x the time of replicate"] is True
+    assert found["zero3: at least 1.9 x the tokens/s of fully-shard"] is True
+    assert found["zero3: peak resident memory at most 1 x that of fully-shard"] is False
+    assert found["zero2: at most 1.05 x the time of replicate"] is None
 
 
 @pytest.mark.parametrize(

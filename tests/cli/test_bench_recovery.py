@@ -37,7 +37,7 @@ def kills(**more: Any) -> Kills:
 
 
 def words(results: Results) -> list[str]:
-    return [line.split()[0] for line in recovery_targets.judged(results)]
+    return [each.line.split()[0] for each in recovery_targets.judged(results)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_targets_of_a_strategy(measured: Kills, expected: list[str]) -> None
 
 def test_what_was_measured_is_shown_though_nothing_was_promised() -> None:
     few = kills(compared=60)  # both kills were before
-    line = recovery_targets.judged(Results(Plan(every_s=15.0), {"zero1": few}))[3]
+    line = recovery_targets.judged(Results(Plan(every_s=15.0), {"zero1": few}))[3].line
     assert line.split()[0] == "--" and line.endswith(f": {few.difference:.1e}")
 
 
@@ -74,7 +74,7 @@ def test_the_other_targets() -> None:
     results.torchrun = {"as it is": [TorchKill(None, None)], "other": [TorchKill(5.6, 4)]}
     results.start = {"imece launch": [3.0, 2.0, 9.0], "torchrun": [2.0, 2.0, 10.0]}
     assert words(results) == ["met", "met", "met", "met", "--", "met", "MISSED", "--", "met", "met"]
-    assert recovery_targets.judged(results)[-2].endswith("8 x")
+    assert recovery_targets.judged(results)[-2].figure == "8 x"
     assert results.slower_start == 1.0
 
 

@@ -30,7 +30,7 @@ def row(delays: list[float], written: int = SHARE, grown: int | None = SHARE) ->
     ],
 )
 def test_the_targets(measured: Row, words: list[str]) -> None:
-    assert [line.split()[0] for line in save.judged(Results(Plan(), [measured]))] == words
+    assert [each.line.split()[0] for each in save.judged(Results(Plan(), [measured]))] == words
 
 
 def test_a_folder_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:

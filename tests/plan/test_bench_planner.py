@@ -45,9 +45,13 @@ def test_rows_that_were_fitted_are_told_apart() -> None:
     assert [what for what, _ in alone.parts] == ["all rows"] and alone.has_rival
 
 
+def lines_of(results: planner.Results) -> list[str]:
+    return [each.line for each in planner.judged(results)]
+
+
 def test_targets_are_met_missed_or_not_measured() -> None:
     good, bad = table_of("vtrain", (10, 11)), table_of("sc21", (10, 12))
-    judged = planner.judged(results_of(good, bad))
+    judged = lines_of(results_of(good, bad))
     assert "  met     vtrain, one host: MAPE at most 20 %: 10.0%" in judged
     assert "  MISSED  SC21 table 1: MAPE at most 6 %: 20.0%" in judged
     assert "  --      llm_foundry: MAPE at most 8 %: not measured in this run" in judged
@@ -55,7 +59,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
 
 def test_order_and_regret_are_judged_by_cell() -> None:
     turned = table_of("ultrascale", (10, 3), (20, 2), (30, 1))
-    judged = "\n".join(planner.judged(results_of(turned)))
+    judged = "\n".join(lines_of(results_of(turned)))
     assert (
         "MISSED  ultrascale, order in every cell: Kendall tau at least 0.7: -1.00 to -1.00; below: cell"
         in judged
@@ -66,15 +70,15 @@ def test_order_and_regret_are_judged_by_cell() -> None:
 def test_order_is_told_with_what_it_were_without_the_version() -> None:
     turned = table_of("ultrascale", (10, 3), (20, 2), (30, 1))
     told = re.compile(r"; below: cell -1.00; 0\.[67]\d if nanotron's version were not known$", re.M)
-    assert told.search("\n".join(planner.judged(results_of(turned))))
+    assert told.search("\n".join(lines_of(results_of(turned))))
     of_ones_own = planner.Results(planner.Plan(own=Path("mine.csv")), [turned])
-    assert "were not known" not in "\n".join(planner.judged(of_ones_own))
+    assert "were not known" not in "\n".join(lines_of(of_ones_own))
 
 
 def test_runs_that_do_not_fit_are_counted() -> None:
     results = results_of()
     results.fits = {"ultrascale": Fits(100, 97, 50, 40, 38)}
-    judged = "\n".join(planner.judged(results))
+    judged = "\n".join(lines_of(results))
     assert "MISSED  ultrascale: at least 98 % of successes fit: 97.0%" in judged
     assert "met     ultrascale: at least 85 % of too large ones do not: 95.0%" in judged
 

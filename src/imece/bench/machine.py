@@ -14,7 +14,7 @@ from imece.observe.environment import cpu_model, environment, version
 
 __all__ = ["cpu_model", "describe", "facts", "load", "usable_cores", "version"]
 
-_PEERS = ("mpi4py", "mpich", "deepspeed")
+_PEERS = ("mpi4py", "mpich", "deepspeed", "accelerate", "lightning")
 
 
 def facts() -> dict[str, Any]:

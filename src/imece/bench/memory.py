@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine
 from imece.bench.crew import Crew
 from imece.bench.reference_model import MODELS
 from imece.bench.step.ways import STRATEGIES
@@ -76,9 +75,8 @@ class Results:
         return [row for row in self.rows if row.apart > CLOSE]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        rows = [asdict(row) | {"apart": row.apart} for row in self.rows]
-        return {"benchmark": "memory", "machine": machine.facts(), "plan": asdict(self.plan), "rows": rows}
+        """Everything."""
+        return asdict(self) | {"rows": [asdict(row) | {"apart": row.apart} for row in self.rows]}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:

@@ -68,23 +68,26 @@ def read_choices(text: str, allowed: tuple[str, ...], what: str, *, or_none: boo
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path`, and make its folder; numbers that are not finite, which JSON lacks, as null.
+    """Write `content` to `path`, and make its folder; numbers that are not finite, which JSON lacks, as null,
+    and paths as text.
 
     UserError if that fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode())
+        write_whole(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise _cannot_write(path, error) from None
 
 
-def _finite(content: Any) -> Any:
+def _plain(content: Any) -> Any:
     if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
+        return {key: _plain(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        return [_plain(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return str(content) if isinstance(content, Path) else content
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:

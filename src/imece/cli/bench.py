@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from imece.bench import machine, memory, report, targets
+from imece.bench import machine, memory, report
 from imece.bench.collectives import collectives, plot
 from imece.bench.ddp import ddp
 from imece.bench.gpu import gpu
@@ -25,6 +25,8 @@ from imece.bench.recovery import recovery
 from imece.bench.recovery import targets as recovery_targets
 from imece.bench.save import save
 from imece.bench.step import parameter_cost, step
+from imece.bench.step import targets as step_targets
+from imece.bench.targets import Verdict
 from imece.bench.tensor import tensor
 from imece.bench.train import targets as train_targets
 from imece.bench.train import train
@@ -61,8 +63,8 @@ class Benchmark:
     """A dataclass with a method plan() and the files to write to."""
     run: Callable[[Any, Callable[[str], None]], Any]
     """(plan, function that is told each line of progress) -> results."""
-    judged: Callable[[Any], Sequence[str]] | None = None
-    """results -> a line for each target."""
+    judged: Callable[[Any], Sequence[Verdict]] = lambda results: ()
+    """results -> a verdict for each target."""
     whose: str = ""
     """What its targets take for granted."""
     as_json: Callable[[Any, Any], Mapping[str, Any]] = lambda plan, results: results.as_json()
@@ -87,16 +89,16 @@ def run(argv: Sequence[str]) -> int:
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(BENCHMARKS)}"
         raise UserError(f"{argv[0]!r} is not a benchmark: {hint}")
     bench = BENCHMARKS[argv[0]]
-    return _measure(bench, parse(bench.options, argv[1:], f"imece bench {argv[0]}", bench.text))
+    return _measure(argv[0], bench, parse(bench.options, argv[1:], f"imece bench {argv[0]}", bench.text))
 
 
-def _measure(bench: Benchmark, options: Any) -> int:
+def _measure(name: str, bench: Benchmark, options: Any) -> int:
     plan = options.plan()
     if isinstance(plan, parameter_cost.Plan):
         bench = _PARAMETERS
     report.check_ending("--plot", getattr(options, "plot", None), report.PICTURES)
-    for name in ("json", "plot", "trace", "page"):
-        report.check_writable(getattr(options, name, None))
+    for file in ("json", "plot", "trace", "page"):
+        report.check_writable(getattr(options, file, None))
     if bench.measures:
         for wrong in interface(os.environ, "GLOO_SOCKET_IFNAME", sorted(psutil.net_if_addrs())):
             if wrong.status == "warn":
@@ -107,16 +109,18 @@ def _measure(bench: Benchmark, options: Any) -> int:
     except HostsUnavailable as error:
         print(f"skipped: {error}")
         return 0
-    if bench.judged is not None:
+    verdicts = bench.judged(results)
+    if verdicts:
         # `bench gpu` has no --quick: on a CPU it only shows that it works.
         trial = "--quick" if getattr(options, "quick", False) else ""
         trial = "--device cpu" if getattr(options, "device", None) == "cpu" else trial
         unjudged = f"; none is judged, for {trial} is not to quote" if trial else ""
         print(f"\ntargets (set before any of it was measured{bench.whose}){unjudged}")
-        lines = bench.judged(results)
-        print(*(map(targets.without_verdict, lines) if trial else lines), sep="\n")
+        for each in verdicts:
+            print((replace(each, met=None) if trial else each).line)
     if options.json is not None:
-        report.write_json(options.json, bench.as_json(plan, results))
+        figures = {"benchmark": name, "machine": machine.facts(), **bench.as_json(plan, results)}
+        report.write_json(options.json, figures | {"targets": [asdict(each) for each in verdicts]})
         print(f"figures  {options.json}")
     bench.finish(options, results)
     return 1 if bench.failed(results) else 0
@@ -150,7 +154,7 @@ BENCHMARKS = {
         "Time the collectives of one host, one thread a rank, beside other libraries.",
         CollectivesOptions,
         collectives.run,
-        lambda results: targets.lines(targets.COLLECTIVES, collectives.ratio_in(results)),
+        collectives.judged,
         _IDLE,
         as_json=collectives.as_json,
         failed=lambda results: not all(each.right for each in results),
@@ -161,7 +165,7 @@ BENCHMARKS = {
         "Two network namespaces with 2 ranks each, joined by a slow cable (needs root and iproute2).",
         HostsOptions,
         hosts.run,
-        lambda results: targets.lines(targets.HOSTS, results.ratio),
+        hosts.judged,
         failed=lambda results: not all(results.right.values()),
         measures=False,
     ),
@@ -178,7 +182,7 @@ BENCHMARKS = {
         "Time a training step of imece.DistributedDataParallel beside no synchronisation and other wrappers.",
         StepOptions,
         step.run,
-        lambda results: targets.lines(results.plan.targets, results.found),
+        step_targets.judged,
         _IDLE,
         failed=lambda results: bool(results.odd_ones),
         finish=lambda options, results: step.write_timelines(results, options.trace, options.plot, _say),
@@ -237,7 +241,7 @@ BENCHMARKS = {
         "Time the steps of imece train beside a plain loop with torch's DistributedDataParallel on Gloo.",
         TrainOptions,
         train.run,
-        lambda results: targets.lines(train_targets.TRAIN, results.found),
+        train_targets.judged,
         _IDLE,
         failed=lambda results: bool(results.odd_ones),
     ),
@@ -246,7 +250,7 @@ BENCHMARKS = {
         "Time a 1.3B model in bf16 on one GPU: bare, in imece's and in torch's DistributedDataParallel.",
         GpuOptions,
         gpu.run,
-        lambda results: targets.lines(gpu_targets.GPU, results.found),
+        gpu_targets.judged,
         ", on an idle GPU",
         failed=lambda results: bool(results.odd_ones),
     ),

@@ -17,7 +17,7 @@ from imece.bench.reference_model import MODELS, REFERENCE
 from imece.bench.step import parameter_cost, step
 from imece.bench.step.ways import STRATEGIES, STRATEGY_WAYS, WAYS
 from imece.bench.train import contenders as train_contenders
-from imece.bench.train.targets import WAYS as TRAIN_WAYS
+from imece.bench.train.contenders import WAYS as TRAIN_WAYS
 from imece.errors import UserError
 from imece.footprint import Offload
 from imece.train.config import TrainConfig

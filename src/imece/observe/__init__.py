@@ -1,1 +1,1 @@
-"""What a run shows of itself: the live line, metrics, timeline, report and plots."""
+"""What a run shows of itself: the live line, metrics, report and plots."""

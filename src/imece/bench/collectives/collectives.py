@@ -17,19 +17,34 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine, targets
 from imece.bench.collectives.contenders import LIBRARIES, deepspeed_is_locked, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES
 from imece.bench.crew import Crew, CrewError, slowest
 from imece.bench.report import size_text
 from imece.bench.rounds import turned
-from imece.bench.targets import Target
+from imece.bench.targets import Verdict, at_least, at_most
 from imece.errors import UserError
 from imece.listing import many
 
 LIMIT = "limit"
 _MODULE = "imece.bench.collectives.rank"
 _ONLY_ALL_REDUCE = ("deepspeed",)
+_KIB, _MIB = 2**10, 2**20
+_TARGETS = (
+    (2, 64 * _MIB, "shm", "gloo", 8.0),
+    (2, 64 * _MIB, "shm", "mpich", 4.0),
+    (2, 1 * _MIB, "shm", "gloo", 20.0),
+    (2, 1 * _MIB, "shm", "mpich", 2.0),
+    (2, 6 * _MIB, "shm", "gloo", 20.0),
+    (2, 6 * _MIB, "shm", "mpich", 2.0),
+    (2, 1 * _KIB, "shm", "gloo", 40.0),
+    (2, 1 * _KIB, "shm", "mpich", 1 / 3),
+    (4, 64 * _MIB, "shm", "gloo", 6.0),
+    (4, 1 * _KIB, "shm", "gloo", 15.0),
+    (2, 64 * _MIB, "shm ordinary", "gloo", 4.0),
+    (2, 64 * _MIB, "shm", LIMIT, 0.80),
+)
+"""(ranks, bytes, ours, another, at least this many times the other's speed)."""
 
 
 @dataclass(frozen=True)
@@ -155,27 +170,28 @@ def table_lines(results: Sequence[Result]) -> Iterator[str]:
         ).rstrip()
 
 
-def ratio_in(results: Sequence[Result]) -> Callable[[Target], float | None]:
-    """How many times as fast as the target's other library imece is; None if one was not measured."""
+def judged(results: Sequence[Result]) -> list[Verdict]:
+    """The targets of all_reduce."""
     times = {(r.ranks, r.op, r.size_bytes, r.library): r.median_s for r in results}
-
-    def ratio(target: Target) -> float | None:
-        key = (target.ranks, "all_reduce", target.size_bytes)
-        ours, other = times.get((*key, target.library)), times.get((*key, target.against))
-        return None if ours is None or other is None else other / ours
-
-    return ratio
+    shown = []
+    for ranks, size_bytes, library, against, least in _TARGETS:
+        where = f"{ranks} ranks, {size_text(size_bytes)}, {library}"
+        ours, other = (times.get((ranks, "all_reduce", size_bytes, name)) for name in (library, against))
+        found = None if ours is None or other is None else other / ours
+        if against == LIMIT:
+            shown.append(at_least(f"{where}: at least {least:.0%} of the limit", found, least, "{:.0%}"))
+        elif least < 1:
+            most = 1 / least
+            text = f"{where}: at most {most:.3g} x {against}'s time"
+            shown.append(at_most(text, found and 1 / found, most))
+        else:
+            shown.append(at_least(f"{where}: at least {least:g} x {against}", found, least))
+    return shown
 
 
 def as_json(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
-    """Everything, with the machine."""
-    return {
-        "benchmark": "collectives",
-        "machine": machine.facts(),
-        "plan": asdict(plan),
-        "results": [result.as_json() for result in results],
-        "targets": targets.as_json(targets.COLLECTIVES, ratio_in(results)),
-    }
+    """Everything."""
+    return {"plan": asdict(plan), "results": [result.as_json() for result in results]}
 
 
 def _mpiexec() -> str | None:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine
 from imece.bench.crew import Crew, slowest
 from imece.bench.ddp.rank import BACKENDS, WRAP
 from imece.bench.rounds import Taken, alternate
-from imece.bench.targets import verdict
+from imece.bench.targets import Verdict
 from imece.listing import many
 
 _MODULE = "imece.bench.ddp.rank"
@@ -55,8 +54,8 @@ class Results:
         return all(abs(ours - other) <= 1e-3 * abs(other) for ours, other in pairs)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        return asdict(self) | {"benchmark": "ddp", "machine": machine.facts(), "ratio": self.ratio}
+        """Everything."""
+        return asdict(self) | {"ratio": self.ratio}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -97,6 +96,7 @@ def lines(results: Results) -> list[str]:
     return shown
 
 
-def judged(results: Results) -> list[str]:
-    """The target in a line."""
-    return [verdict(results.ratio > 1, "shm faster than gloo", f"{results.ratio:.3f} x")]
+def judged(results: Results) -> list[Verdict]:
+    """The target."""
+    ratio = results.ratio
+    return [Verdict("shm faster than gloo", ratio > 1, f"{ratio:.3f} x", ratio)]

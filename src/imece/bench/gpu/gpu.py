@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from imece.bench import machine, targets
+from imece.bench import machine
 from imece.bench.gpu.loop import loops_own
-from imece.bench.gpu.targets import COMPILED, GPU, OPTIMIZERS, OURS, STRATEGIES, WAYS, GpuTarget
-from imece.bench.gpu.ways import Rank, Timed
+from imece.bench.gpu.ways import COMPILED, OPTIMIZERS, OURS, STRATEGIES, WAYS, Rank, Timed
 from imece.bench.rounds import odd_losses, ratio, turned
 from imece.launch.spawn import spawn
 from imece.listing import many
@@ -69,26 +68,19 @@ class Results:
         """The share of the matrix rate that the median step reaches."""
         return self.flops / statistics.median(each.seconds for each in self.ways[way]) / self.peak_rate
 
-    def found(self, target: GpuTarget) -> float | None:
-        """The figure that the target is about; None if this run did not measure it."""
-        way, against = target.way, target.against
-        if target.what == "overhead":
-            return self.loop
-        if target.what == "optimizer":
-            if way not in self.optimizers:
-                return None
-            return ratio(self.optimizers[way], self.optimizers[against])
-        if way not in self.ways:
-            return None
-        if target.what == "rate":
-            return self.rate(way)
-        if target.what == "time":
-            return self.time(way, against)
-        if target.what == "syncs":
-            counts = [each.syncs for each in self.ways[way] if each.syncs is not None]
-            return max(counts, default=None)
-        ours, theirs = _peak(self.ways[way]), _peak(self.ways[against])
-        return ours / theirs if ours is not None and theirs is not None else None
+    def peak_bytes(self, way: str) -> int | None:
+        """Allocated at most; None if that was not measured, or not counted.
+
+        The smallest of the rounds: torch may still hold memory of an earlier way, which adds to it.
+        """
+        timed = self.ways.get(way, ())
+        return min((each.peak_bytes for each in timed if each.peak_bytes is not None), default=None)
+
+    @property
+    def syncs(self) -> float | None:
+        """How often the host waited for the GPU in a step of OURS, in the worst round."""
+        timed = self.ways.get(OURS, ())
+        return max((each.syncs for each in timed if each.syncs is not None), default=None)
 
     @property
     def odd_ones(self) -> list[str]:
@@ -96,12 +88,8 @@ class Results:
         return odd_losses({way: timed[-1].loss for way, timed in self.ways.items()}, 1e-2)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        return asdict(self) | {
-            "benchmark": "gpu",
-            "machine": machine.facts(),
-            "targets": targets.as_json(GPU, self.found),
-        }
+        """Everything."""
+        return asdict(self)
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -157,11 +145,6 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _peak(timed: list[Timed]) -> int | None:
-    # The smallest of the rounds: torch may still hold memory of an earlier way, which adds to it.
-    return min((each.peak_bytes for each in timed if each.peak_bytes is not None), default=None)
-
-
 def lines(results: Results) -> list[str]:
     """The tables."""
     plan = results.plan
@@ -177,7 +160,7 @@ def lines(results: Results) -> list[str]:
         shown.append(f"  {'':<18}{heads}")
     for way, timed in results.ways.items():
         seconds = statistics.median(each.seconds for each in timed)
-        peak, syncs = _peak(timed), timed[-1].syncs
+        peak, syncs = results.peak_bytes(way), timed[-1].syncs
         shown.append(
             f"  {way:<18}{seconds * 1e3:>10.2f}{results.tokens / seconds:>11,.0f}{results.rate(way):>13.1%}"
             f"{'-' if peak is None else f'{peak / 1e9:.2f}':>9}{'-' if syncs is None else f'{syncs:.1f}':>7}"

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-BARE, OURS, TORCH, COMPILED = "bare", "imece", "torch-ddp", "imece-compiled"
-ZERO3, FULLY_SHARD = "zero3", "fully-shard"
-FLAT, FUSED, FOREACH = "flat-shards", "fused", "foreach"
-WAYS = (BARE, OURS, TORCH)
-STRATEGIES = ("zero1", "zero2", ZERO3, FULLY_SHARD)
-OPTIMIZERS = (FLAT, FUSED, FOREACH)
+from imece.bench.gpu.gpu import Results
+from imece.bench.gpu.ways import BARE, COMPILED, FLAT, FOREACH, FULLY_SHARD, FUSED, OURS, TORCH, ZERO3
+from imece.bench.rounds import ratio
+from imece.bench.targets import Verdict, at_least, at_most
 
 
-@dataclass(frozen=True)
-class GpuTarget:
-    """One promise."""
-
-    what: Literal["time", "peak", "syncs", "rate", "overhead", "optimizer"]
-    """time: a step of `way` takes at most `bound` times as long as one of `against`. peak: it allocates at
-    most `bound` times the memory. optimizer: its step alone takes at most `bound` times as long. syncs: the
-    host waits for the GPU at most so often per step. rate: a step reaches at least this share of the matrix
-    rate. overhead: the loop of `imece train` takes at most this share of a step."""
-    bound: float
-    way: str = OURS
-    against: str = ""
-
-    @property
-    def text(self) -> str:
-        """The target's text in the summary."""
-        return {
-            "time": f"{self.way}: at most {self.bound:g} x the time of {self.against}",
-            "peak": f"{self.way}: peak memory at most {self.bound:g} x that of {self.against}",
-            "syncs": f"{self.way}: the host waits for the GPU at most {self.bound:g} times in a step",
-            "rate": f"{self.way}: at least {self.bound:.0%} of the rate of large matrix products",
-            "overhead": f"imece train: at most {self.bound:.0%} of a step is the loop's own",
-            "optimizer": f"AdamW {self.way}: at most {self.bound:g} x the time of AdamW {self.against}",
-        }[self.what]
-
-    def met(self, found: float) -> bool:
-        """Whether the measured figure is good enough."""
-        return found >= self.bound if self.what == "rate" else found <= self.bound
-
-    def figure(self, found: float) -> str:
-        """The measured figure for people."""
-        if self.what in ("rate", "overhead"):
-            return f"{found:.2%}"
-        return f"{found:.1f}" if self.what == "syncs" else f"{found:.3f} x"
+def judged(results: Results) -> list[Verdict]:
+    """The targets."""
+    rate = results.rate(COMPILED) if COMPILED in results.ways else None
+    return [
+        _time(results, OURS, BARE, 1.01),
+        _time(results, OURS, TORCH, 1.0),
+        _peak(results, OURS, TORCH, 1.0),
+        at_most(
+            f"{OURS}: the host waits for the GPU at most 0 times in a step", results.syncs, 0.0, "{:.1f}"
+        ),
+        at_least(f"{COMPILED}: at least 50% of the rate of large matrix products", rate, 0.5, "{:.2%}"),
+        at_most("imece train: at most 1% of a step is the loop's own", results.loop, 0.01, "{:.2%}"),
+        _time(results, ZERO3, FULLY_SHARD, 1.0),
+        _peak(results, ZERO3, FULLY_SHARD, 1.0),
+        _optimizer(results, FLAT, FUSED, 1.0),
+        _optimizer(results, FLAT, FOREACH, 1.0),
+    ]
 
 
-GPU = (
-    GpuTarget("time", 1.01, OURS, BARE),
-    GpuTarget("time", 1.0, OURS, TORCH),
-    GpuTarget("peak", 1.0, OURS, TORCH),
-    GpuTarget("syncs", 0.0, OURS),
-    GpuTarget("rate", 0.5, COMPILED),
-    GpuTarget("overhead", 0.01),
-    GpuTarget("time", 1.0, ZERO3, FULLY_SHARD),
-    GpuTarget("peak", 1.0, ZERO3, FULLY_SHARD),
-    GpuTarget("optimizer", 1.0, FLAT, FUSED),
-    GpuTarget("optimizer", 1.0, FLAT, FOREACH),
-)
+def _time(results: Results, way: str, against: str, bound: float) -> Verdict:
+    found = results.time(way, against) if way in results.ways else None
+    return at_most(f"{way}: at most {bound:g} x the time of {against}", found, bound, "{:.3f} x")
+
+
+def _peak(results: Results, way: str, against: str, bound: float) -> Verdict:
+    ours, theirs = results.peak_bytes(way), results.peak_bytes(against)
+    found = ours / theirs if ours is not None and theirs is not None else None
+    return at_most(f"{way}: peak memory at most {bound:g} x that of {against}", found, bound, "{:.3f} x")
+
+
+def _optimizer(results: Results, way: str, against: str, bound: float) -> Verdict:
+    timed = results.optimizers
+    found = ratio(timed[way], timed[against]) if way in timed else None
+    return at_most(f"AdamW {way}: at most {bound:g} x the time of AdamW {against}", found, bound, "{:.3f} x")

@@ -20,11 +20,16 @@ from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import imece
-from imece.bench.gpu.targets import BARE, COMPILED, FLAT, FOREACH, FULLY_SHARD, STRATEGIES, TORCH
 from imece.models.cross_entropy import cross_entropy
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 
+BARE, OURS, TORCH, COMPILED = "bare", "imece", "torch-ddp", "imece-compiled"
+ZERO3, FULLY_SHARD = "zero3", "fully-shard"
+FLAT, FUSED, FOREACH = "flat-shards", "fused", "foreach"
+WAYS = (BARE, OURS, TORCH)
+STRATEGIES = ("zero1", "zero2", ZERO3, FULLY_SHARD)
+OPTIMIZERS = (FLAT, FUSED, FOREACH)
 _WARM_UP = 3  # steps that make buckets and optimizer states, and compile
 _LR = 1e-4
 _STEP = "step"  # its name in the profile

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine, targets
 from imece.bench.crew import Crew, slowest
 from imece.bench.hosts import step as hosts_step
 from imece.bench.hosts import tcp
@@ -22,12 +21,14 @@ from imece.bench.hosts.rank import WAYS
 from imece.bench.hosts.step import StepResults
 from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
-from imece.bench.targets import HOSTS, Target
+from imece.bench.targets import Verdict, at_least
 from imece.listing import many
 
 _MODULE = "imece.bench.hosts.rank"
 PARTS = (1, 2, 4, 8, 16, 32)
 _TCP_BYTES = 48 * 2**20
+_TARGETS = (("hierarchical fp32", 1.45), ("hierarchical bf16", 2.8))
+"""(way, at least this many times the speed of gloo), of the default size and rate."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,14 @@ class Results:
     taken: Taken = field(default_factory=Taken)
     """Processor time that others took in the rounds of all_reduce."""
 
-    def ratio(self, target: Target) -> float | None:
-        """How many times as fast as the other way; None if this run measured another size."""
-        if target.size_bytes != self.plan.size_bytes or self.plan.rate != "1gbit":
-            return None
-        return statistics.median(self.seconds[target.against]) / statistics.median(
-            self.seconds[target.library]
-        )
-
     def model_s(self, parts: int) -> float:
         """The model of a pipelined ring over K = 3 ranks in S parts: (K-2+S) * M/(S*B)."""
         return (3 - 2 + parts) / parts * statistics.median(self.link_s)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
+        """Everything."""
         return asdict(self) | {
-            "benchmark": "hosts",
-            "machine": machine.facts(),
-            "broadcast_model_s": {parts: self.model_s(parts) for parts in self.broadcast_s},
-            "targets": targets.as_json(HOSTS, self.ratio),
+            "broadcast_model_s": {parts: self.model_s(parts) for parts in self.broadcast_s}
         }
 
 
@@ -100,10 +90,26 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         if plan.steps:
             with _crew(hosts, "aabb") as crew:
                 results.steps = hosts_step.measure(crew, plan.rounds)
-            cable = min(results.tcp_mbps.values()) * 1e6 / 8
-            for line in hosts_step.lines(results.steps, cable):
+            for line in hosts_step.lines(results.steps):
                 say(line)
     return results
+
+
+def judged(results: Results) -> list[Verdict]:
+    """The targets of all_reduce, and of training steps if they were measured."""
+    as_promised = (results.plan.size_bytes, results.plan.rate) == (Plan.size_bytes, Plan.rate)
+    medians = {way: statistics.median(rounds) for way, rounds in results.seconds.items()}
+    shown = [
+        at_least(
+            f"4 ranks, {size_text(Plan.size_bytes)}, {way}: at least {least:g} x gloo",
+            medians["gloo"] / medians[way] if as_promised else None,
+            least,
+        )
+        for way, least in _TARGETS
+    ]
+    if results.steps is None:
+        return shown
+    return shown + hosts_step.judged(results.steps, min(results.tcp_mbps.values()) * 1e6 / 8)
 
 
 def plain_tcp(hosts: Hosts, source: str, target: str, nbytes: int = _TCP_BYTES) -> float:

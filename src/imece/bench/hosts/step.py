@@ -15,7 +15,7 @@ import imece
 from imece.bench.crew import Crew, slowest
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.bench.rounds import Taken, alternate
-from imece.bench.targets import times, verdict
+from imece.bench.targets import Verdict, at_least
 
 TOKENS = (128, 512)
 STEPS = 5  # per round
@@ -110,8 +110,8 @@ def measure(crew: Crew, rounds: int) -> StepResults:
     return results
 
 
-def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
-    """The tables and verdicts. bytes_per_s: the cable's rate by plain TCP."""
+def lines(results: StepResults) -> list[str]:
+    """The tables."""
     shown = []
     for tokens, rounds in results.seconds.items():
         shown += [
@@ -125,20 +125,26 @@ def lines(results: StepResults, bytes_per_s: float = 125e6) -> list[str]:
                 f"{results.losses[way]:>11.4f}{results.sent_bytes.get(way, 0.0) / 1e6:>9.1f}"
             )
         shown += results.taken.get(tokens, Taken()).lines
-    shown += ["", "targets of the training step"]
+    return shown
+
+
+def judged(results: StepResults, bytes_per_s: float) -> list[Verdict]:
+    """The targets. bytes_per_s: the cable's rate by plain TCP."""
+    shown = []
     for tokens, way, least in TARGETS:
-        found = results.speed(tokens, way)
         text = f"{tokens} tokens a rank, {way}: at least {least:g} x torch-gloo"
-        shown.append(verdict(found >= least, text, times(found, least)))
+        shown.append(at_least(text, results.speed(tokens, way), least))
     for way, most in SENT:
         if way in results.sent_bytes:
             share = results.sent_bytes[way] / results.sent_bytes["imece"]
             text = f"{way}: sends at most {most:g} x what imece sends, within 3%"
-            shown.append(verdict(share <= most * _HEADERS, text, f"{share:.3g} x"))
+            shown.append(Verdict(text, share <= most * _HEADERS, f"{share:.3g} x", share))
     for tokens, rounds in results.seconds.items():
         if "hybrid" in rounds:
             saved, bytes_say = results.saved_s(tokens, bytes_per_s)
             text = f"{tokens} tokens a rank, hybrid: faster than zero3 by what its bytes say, within 20%"
             figures = f"{saved * 1e3:.0f} ms of {bytes_say * 1e3:.0f} ms"
-            shown.append(verdict(abs(saved - bytes_say) <= _CLOSE * bytes_say, text, figures))
+            shown.append(
+                Verdict(text, abs(saved - bytes_say) <= _CLOSE * bytes_say, figures, saved / bytes_say)
+            )
     return shown

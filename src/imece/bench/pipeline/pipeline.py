@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine
 from imece.bench.crew import Crew
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
 from imece.bench.report import size_text
@@ -67,9 +66,9 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
+        """Everything."""
         rows = [asdict(row) | {"bubble": row.bubble, "ideal": row.ideal} for row in self.rows]
-        return asdict(self) | {"benchmark": "pipeline", "machine": machine.facts(), "rows": rows}
+        return asdict(self) | {"rows": rows}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:

@@ -148,7 +148,7 @@ def _section(title: str, *paragraphs: str) -> str:
 
 def write(results: Results, path: Path, plot: Path | None) -> None:
     """Write the page, which shows `plot`."""
-    page = _HEAD + _block(judged(results))
+    page = _HEAD + _block([each.line for each in judged(results)])
     if plot is not None:
         page += f"\n![predicted against measured]({os.path.relpath(plot, path.parent)})\n"
     page += _READING + _KNOWN + _sweep(stalls()) + _OTHERS

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from imece.bench import machine
-from imece.bench.targets import verdict
+from imece.bench.targets import Verdict, at_least, at_most
 from imece.plan.accuracy import memory as accuracy_memory
 from imece.plan.accuracy import parts as accuracy_parts
 from imece.plan.accuracy import statistics as accuracy
@@ -80,11 +79,9 @@ class Results:
     candidates_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
+        """Everything."""
         return {
-            "benchmark": "planner",
-            "machine": machine.facts(),
-            "plan": asdict(self.plan) | {"own": self.plan.own and str(self.plan.own)},
+            "plan": asdict(self.plan),
             "candidates_s": self.candidates_s,
             "fits": {name: asdict(fits) for name, fits in self.fits.items()},
             "tables": [
@@ -176,36 +173,31 @@ def fits_text(fits: accuracy_memory.Fits) -> str:
     return text
 
 
-def judged(results: Results) -> list[str]:
-    """The targets, and what was found."""
+def judged(results: Results) -> list[Verdict]:
+    """The targets."""
     tables = {table.name: table for table in results.tables}
     shown = []
     for text, name, figure, bound in _ERRORS:
-        if name in tables:
-            found = figure(accuracy.summary(tables[name].rows, 0))
-            shown.append(verdict(found <= bound, text, f"{found:.1%}"))
-        else:
-            shown.append(verdict(None, text))
+        found = figure(accuracy.summary(tables[name].rows, 0)) if name in tables else None
+        shown.append(at_most(text, found, bound, "{:.1%}"))
     shown += _judged_cells(tables.get("ultrascale"), published=results.plan.own is None)
-    text = f"{CANDIDATES:,} candidates in 2 s"
-    spent = results.candidates_s
-    shown.append(verdict(None, text) if spent is None else verdict(spent <= 2, text, f"{spent:.2f} s"))
+    shown.append(at_most(f"{CANDIDATES:,} candidates in 2 s", results.candidates_s, 2, "{:.2f} s"))
     fits = results.fits.get("ultrascale")
     if fits is None:
         return shown
     passed, flagged = fits.ran_passed / fits.ran, fits.too_large_flagged / fits.too_large
-    shown.append(verdict(passed >= 0.98, "ultrascale: at least 98 % of successes fit", f"{passed:.1%}"))
-    shown.append(
-        verdict(flagged >= 0.85, "ultrascale: at least 85 % of too large ones do not", f"{flagged:.1%}")
-    )
-    return shown
+    return [
+        *shown,
+        at_least("ultrascale: at least 98 % of successes fit", passed, 0.98, "{:.1%}"),
+        at_least("ultrascale: at least 85 % of too large ones do not", flagged, 0.85, "{:.1%}"),
+    ]
 
 
-def _judged_cells(table: Table | None, published: bool) -> list[str]:
+def _judged_cells(table: Table | None, published: bool) -> list[Verdict]:
     taus_text = "ultrascale, order in every cell: Kendall tau at least 0.7"
     regret_text = "ultrascale, regret of a choice: median at most 10 %, p90 25 %"
     if table is None:
-        return [verdict(None, taus_text), verdict(None, regret_text)]
+        return [Verdict(taus_text), Verdict(regret_text)]
     taus = accuracy.of_cells(table.rows, accuracy.kendall)
     regrets = list(accuracy.of_cells(table.rows, accuracy.regret).values())
     median, p90 = statistics.median(regrets), float(np.quantile(regrets, 0.9))
@@ -215,8 +207,8 @@ def _judged_cells(table: Table | None, published: bool) -> list[str]:
     if published:
         figure += f"; {min(stalls().unaware.values()):.2f} if nanotron's version were not known"
     return [
-        verdict(not low, taus_text, figure),
-        verdict(median <= 0.10 and p90 <= 0.25, regret_text, f"{median:.1%}, {p90:.1%}"),
+        Verdict(taus_text, not low, figure, min(taus.values())),
+        Verdict(regret_text, median <= 0.10 and p90 <= 0.25, f"{median:.1%}, {p90:.1%}", median),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine
 from imece.bench.recovery.runs import TorchKill
 from imece.bench.rounds import ratio
 
@@ -85,5 +84,5 @@ class Results:
         return ratio(ours, others)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        return asdict(self) | {"benchmark": "recovery", "machine": machine.facts()}
+        """Everything."""
+        return asdict(self)

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine
 from imece.bench.crew import Crew, slowest
-from imece.bench.targets import verdict
+from imece.bench.targets import Verdict, at_most
 from imece.data_parallel.strategy import STRATEGIES as BY_NAME
 from imece.listing import many
 
@@ -74,10 +73,8 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        plan = asdict(self.plan) | {"folder": self.plan.folder and str(self.plan.folder)}
-        rows = [asdict(row) | {"delay": row.delay} for row in self.rows]
-        return {"benchmark": "save", "machine": machine.facts(), "plan": plan, "rows": rows}
+        """Everything."""
+        return asdict(self) | {"rows": [asdict(row) | {"delay": row.delay} for row in self.rows]}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -98,27 +95,23 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     return results
 
 
-def judged(results: Results) -> list[str]:
-    """Targets and what was measured."""
+def judged(results: Results) -> list[Verdict]:
+    """The targets."""
     shown = []
     for row in results.rows:
         low, high = min(row.delays), max(row.delays)
         shown.append(
-            verdict(
-                row.delay <= DELAY_STEPS,
+            at_most(
                 f"{row.strategy}: a save holds training up for at most {DELAY_STEPS:g} step",
-                f"{row.delay:.2f} ({low:.2f} to {high:.2f})",
+                row.delay,
+                DELAY_STEPS,
+                f"{{:.2f}} ({low:.2f} to {high:.2f})",
             )
         )
         for what, nbytes in (("writes", row.written_bytes), ("holds", row.grown_bytes)):
             more = None if nbytes is None else (nbytes - row.share_bytes) / 2**20
-            shown.append(
-                verdict(
-                    None if more is None else more <= FIXED_BYTES / 2**20,
-                    f"{row.strategy}: a rank {what} at most its share and {FIXED_BYTES >> 20} MiB",
-                    "" if more is None else f"{more:+.2f} MiB",
-                )
-            )
+            text = f"{row.strategy}: a rank {what} at most its share and {FIXED_BYTES >> 20} MiB"
+            shown.append(at_most(text, more, FIXED_BYTES / 2**20, "{:+.2f} MiB"))
     return shown
 
 

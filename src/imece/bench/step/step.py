@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine, report, targets
+from imece.bench import machine, report
 from imece.bench.crew import Crew, slowest
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
-from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, OVERLAPPED, PACKAGES, missing
-from imece.bench.targets import STEP, STRATEGY, StepTarget
+from imece.bench.step import timeline
+from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, OVERLAPPED, missing
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 from imece.listing import many
-from imece.observe import timeline
 
 MODULE = "imece.bench.step.rank"
 _GLOO, _REPLICATE = "torch-gloo", "replicate"
@@ -36,11 +35,6 @@ class Plan:
     """Training steps per round."""
     memory: bool = False
     """Whether to measure memory too, each way in ranks of its own."""
-
-    @property
-    def targets(self) -> tuple[StepTarget, ...]:
-        """The targets of strategies if any is measured, else those of DistributedDataParallel."""
-        return STRATEGY if self.base == _REPLICATE else STEP
 
     @property
     def base(self) -> str:
@@ -95,37 +89,14 @@ class Results:
             return 0.0 if ours <= theirs else float("inf")
         return ours / theirs
 
-    def found(self, target: StepTarget) -> float | None:
-        """The figure that the target is about; None if this run did not measure it."""
-        way, against = target.way, target.against
-        if target.what in ("memory", "peak"):
-            memory = self.memory.get(target.tokens, {})
-            if way not in memory or against not in memory:
-                return None
-            ours, theirs = memory[way], memory[against]
-            if target.what == "peak":
-                return ours.peak_bytes / max(1, theirs.peak_bytes)
-            return ours.parts_bytes / max(1, theirs.parts_bytes)
-        rounds = self.seconds.get(target.tokens, {})
-        if not rounds.get(way) or not rounds.get(against):
-            return None
-        if target.what == "time":
-            return 1 / self.speed(target.tokens, way, against)
-        figure = self.share if target.what == "added" else self.speed
-        return figure(target.tokens, way, against)
-
     @property
     def odd_ones(self) -> list[str]:
         """The synchronising ways that did not train the same model as most."""
         return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 1e-3)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        return asdict(self) | {
-            "benchmark": "step",
-            "machine": machine.facts() | {name: machine.version(name) for name in PACKAGES.values()},
-            "targets": targets.as_json(self.plan.targets, self.found),
-        }
+        """Everything."""
+        return asdict(self)
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:

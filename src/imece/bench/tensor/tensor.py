@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from imece.bench import machine
 from imece.bench.crew import Crew, slowest
 from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
@@ -72,9 +71,8 @@ class Results:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
-        rows = [asdict(row) | {"step_s": row.step_s} for row in self.rows]
-        return asdict(self) | {"benchmark": "tensor", "machine": machine.facts(), "rows": rows}
+        """Everything."""
+        return asdict(self) | {"rows": [asdict(row) | {"step_s": row.step_s} for row in self.rows]}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from imece.bench.crew import Crew
-from imece.bench.train.targets import ALONE, COMPILED, ONE_RANK, OURS, PLAIN, SAME_LOSS
 from imece.data.prepare import prepare
 from imece.observe.units import megabytes
 from imece.train.batch import BatchPlan, plan_batch
@@ -30,6 +29,14 @@ from imece.train.config import (
 )
 from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
+
+OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
+COMPILED = {"bf16": "imece-compiled-bf16", "fp32": "imece-compiled-fp32"}
+"""The same ways with --compute.compile."""
+PLAIN = {"bf16": "plain-bf16", "fp32": "plain-fp32"}
+SAME_LOSS = {"bf16": "plain-loss-bf16", "fp32": "plain-loss-fp32"}
+ONE_RANK, ALONE = "imece-1-rank", "no-sync"
+WAYS = (*OURS.values(), *COMPILED.values(), *PLAIN.values(), *SAME_LOSS.values(), ONE_RANK, ALONE)
 
 _OURS_MODULE, _PLAIN_MODULE = "imece.bench.train.rank", "imece.bench.train.plain"
 NEVER_DONE = 10**6  # steps of a run, because its last one would validate and save
@@ -49,7 +56,7 @@ class Plan:
     """What to measure."""
 
     ways: tuple[str, ...]
-    """Names in train_targets.WAYS; the default is put before them."""
+    """Names in WAYS; the default is put before them."""
     ranks: int = 2
     rounds: int = 5
     steps: int = 4

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from imece.bench import crew
-from imece.bench.train.targets import SAME_LOSS
+from imece.bench.train.contenders import SAME_LOSS
 from imece.data.batches import Batches
 from imece.data.tokens import open_tokens
 from imece.models.cross_entropy import cross_entropy

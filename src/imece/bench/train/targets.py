@@ -2,69 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import statistics
 
-from imece.bench.targets import times
-
-OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
-COMPILED = {"bf16": "imece-compiled-bf16", "fp32": "imece-compiled-fp32"}
-"""The same ways with --compute.compile."""
-PLAIN = {"bf16": "plain-bf16", "fp32": "plain-fp32"}
-SAME_LOSS = {"bf16": "plain-loss-bf16", "fp32": "plain-loss-fp32"}
-ONE_RANK, ALONE = "imece-1-rank", "no-sync"
-WAYS = (*OURS.values(), *COMPILED.values(), *PLAIN.values(), *SAME_LOSS.values(), ONE_RANK, ALONE)
-DEFAULT = "default"
-"""The way of OURS with the precision that `imece train` takes here."""
+from imece.bench.targets import Verdict, at_least, at_most
+from imece.bench.train.contenders import ALONE, COMPILED, OURS, PLAIN
+from imece.bench.train.train import Results
 
 
-@dataclass(frozen=True)
-class TrainTarget:
-    """One promise."""
-
-    what: Literal["speed", "limit", "overhead", "delay", "memory"]
-    """speed: `way` has at least `bound` times the tokens/s of `against`; limit: the same, printed as a share.
-    For DEFAULT, each at most `bound`: overhead: share of a step that is neither forward, backward, optimizer
-    nor communication; delay: steps by which a save delays training; memory: growth of resident memory during
-    a save, in multiples of what the rank writes."""
-    bound: float
-    way: str = DEFAULT
-    against: str = ""
-
-    @property
-    def text(self) -> str:
-        """The target's text in the summary."""
-        return {
-            "speed": f"{self.way}: at least {self.bound:g} x the tokens/s of {self.against}",
-            "limit": f"{self.way}: at least {self.bound:.0%} of as many ranks that never wait for each other",
-            "overhead": f"{self.way}: at most {self.bound:.0%} of a step is the loop's own",
-            "delay": f"save: holds training up for at most {self.bound:g} step",
-            "memory": f"save: memory grows by at most {self.bound:g} copy of what the rank writes",
-        }[self.what]
-
-    def met(self, found: float) -> bool:
-        """Whether the measured figure is good enough."""
-        if self.what in ("speed", "limit"):
-            return found >= self.bound
-        # Only tells one copy from two: a thread, a manifest and code that runs for the first time need memory
-        # too.
-        return found <= self.bound * (1.1 if self.what == "memory" else 1.0)
-
-    def figure(self, found: float) -> str:
-        """The measured figure for people."""
-        units = {"limit": ".1%", "overhead": ".2%"}
-        if self.what in units:
-            return format(found, units[self.what])
-        return times(found, self.bound) if self.what == "speed" else f"{found:.2f}"
+def judged(results: Results) -> list[Verdict]:
+    """The targets."""
+    default, save = results.plan.default, results.save
+    delay = statistics.median(save.delays) if save.delays else None
+    grown = None if save.grown_bytes is None else save.grown_bytes / save.written_bytes
+    return [
+        _speed(results, OURS["fp32"], OURS["fp32"], PLAIN["fp32"], 1.2),
+        _speed(results, COMPILED["fp32"], COMPILED["fp32"], PLAIN["fp32"], 1.2),
+        _speed(results, OURS["bf16"], OURS["bf16"], PLAIN["bf16"], 1.2),
+        _speed(results, "default", default, PLAIN["fp32"], 1.6),
+        at_least(
+            "default: at least 95% of as many ranks that never wait for each other",
+            _times_as_fast(results, default, ALONE),
+            0.95,
+            "{:.1%}",
+        ),
+        at_most("default: at most 2% of a step is the loop's own", results.overhead, 0.02, "{:.2%}"),
+        at_most("save: holds training up for at most 1 step", delay, 1.0, "{:.2f}"),
+        # The bound only tells one copy from two: a thread, a manifest and code that runs for the first time
+        # need memory too.
+        at_most("save: memory grows by at most 1 copy of what the rank writes", grown, 1.1, "{:.2f}"),
+    ]
 
 
-TRAIN = (
-    TrainTarget("speed", 1.2, OURS["fp32"], PLAIN["fp32"]),
-    TrainTarget("speed", 1.2, COMPILED["fp32"], PLAIN["fp32"]),
-    TrainTarget("speed", 1.2, OURS["bf16"], PLAIN["bf16"]),
-    TrainTarget("speed", 1.6, DEFAULT, PLAIN["fp32"]),
-    TrainTarget("limit", 0.95, DEFAULT, ALONE),
-    TrainTarget("overhead", 0.02),
-    TrainTarget("delay", 1.0),
-    TrainTarget("memory", 1.0),
-)
+def _speed(results: Results, name: str, way: str, against: str, bound: float) -> Verdict:
+    found = _times_as_fast(results, way, against)
+    return at_least(f"{name}: at least {bound:g} x the tokens/s of {against}", found, bound)
+
+
+def _times_as_fast(results: Results, way: str, than: str) -> float | None:
+    measured = results.seconds.get(way) and results.seconds.get(than)
+    return results.speed(way, than) if measured else None

@@ -10,11 +10,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imece.bench import machine, targets
 from imece.bench.crew import slowest
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
-from imece.bench.train.contenders import Contender, Plan, batch_of, start_all, with_text
-from imece.bench.train.targets import ALONE, DEFAULT, ONE_RANK, PLAIN, TRAIN, TrainTarget
+from imece.bench.train.contenders import (
+    ALONE,
+    ONE_RANK,
+    PLAIN,
+    Contender,
+    Plan,
+    batch_of,
+    start_all,
+    with_text,
+)
 from imece.listing import many
 
 _WARM_UP = 3  # steps that make buckets and optimizer states
@@ -66,22 +73,10 @@ class Results:
         return self.tokens / statistics.median(self.seconds[way])
 
     @property
-    def overhead(self) -> float:
-        """The share of the default's median step that the loop itself takes."""
-        return statistics.median((step["data_s"] + step["other_s"]) / step["step_s"] for step in self.phases)
-
-    def found(self, target: TrainTarget) -> float | None:
-        """The figure that the target is about; None if this run did not measure it."""
-        if target.what in ("speed", "limit"):
-            way = self.plan.default if target.way == DEFAULT else target.way
-            measured = self.seconds.get(way) and self.seconds.get(target.against)
-            return self.speed(way, target.against) if measured else None
-        if target.what == "overhead":
-            return self.overhead if self.phases else None
-        if target.what == "delay":
-            return statistics.median(self.save.delays) if self.save.delays else None
-        grown = self.save.grown_bytes
-        return None if grown is None else grown / self.save.written_bytes
+    def overhead(self) -> float | None:
+        """The share of the default's median step that the loop itself takes; None if no step was made."""
+        shares = [(step["data_s"] + step["other_s"]) / step["step_s"] for step in self.phases]
+        return statistics.median(shares) if shares else None
 
     @property
     def odd_ones(self) -> list[str]:
@@ -89,13 +84,10 @@ class Results:
         return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 5e-3)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the machine."""
+        """Everything."""
         return asdict(self) | {
-            "benchmark": "train",
             "default": self.plan.default,
-            "machine": machine.facts(),
             "tokens_per_s": {way: self.tokens_per_s(way) for way in self.seconds},
-            "targets": targets.as_json(TRAIN, self.found),
         }
 
 

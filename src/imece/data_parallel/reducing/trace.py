@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -39,13 +40,19 @@ class StepTrace:
     @property
     def communication_s(self) -> float:
         """Seconds in which at least one bucket was under way."""
-        total, reached = 0.0, float("-inf")
-        for bucket in sorted(self.buckets, key=lambda each: each.launched_s):
-            total += max(0.0, bucket.done_s - max(bucket.launched_s, reached))
-            reached = max(reached, bucket.done_s)
-        return total
+        return _union_s([(each.launched_s, each.done_s) for each in self.buckets])
 
     @property
     def hidden_s(self) -> float:
         """Seconds of communication while backward went on."""
-        return max(0.0, self.communication_s - self.exposed_s)
+        end = self.backward_end_s
+        return _union_s([(each.launched_s, min(each.done_s, end)) for each in self.buckets])
+
+
+def _union_s(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the (begin, end) spans was under way."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

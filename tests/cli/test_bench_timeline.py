@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
 import pytest
 
-from imece.observe import timeline
-
-
-@dataclass(frozen=True)
-class Bucket:
-    index: int
-    nbytes: int
-    ready_s: float
-    launched_s: float
-    done_s: float
-
-
-@dataclass(frozen=True)
-class Step:
-    forward_start_s: float
-    backward_start_s: float
-    backward_end_s: float
-    end_s: float
-    buckets: Sequence[Bucket]
-
+from imece.bench.step import timeline
+from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 
 # Backward from 1.0 to 3.0 s; bucket 2 leaves before bucket 1 is over, bucket 3 after the last gradient.
-STEP = Step(
+STEP = StepTrace(
     forward_start_s=0.5, backward_start_s=1.0, backward_end_s=3.0, end_s=4.5,
     buckets=[
-        Bucket(0, 1024, 1.2, 1.3, 1.5),
-        Bucket(1, 2048, 2.0, 2.0, 3.2),
-        Bucket(2, 4096, 2.5, 2.6, 3.6),
-        Bucket(3, 8192, 3.0, 3.7, 4.2),
+        BucketTrace(0, 1024, 1.2, 1.3, 1.5),
+        BucketTrace(1, 2048, 2.0, 2.0, 3.2),
+        BucketTrace(2, 4096, 2.5, 2.6, 3.6),
+        BucketTrace(3, 8192, 3.0, 3.7, 4.2),
     ],
 )  # fmt: skip
 
@@ -54,12 +35,12 @@ def test_communication_is_hidden_until_the_last_gradient_and_exposed_after_it() 
 def test_collectives_under_way_together_have_different_rows() -> None:
     assert timeline.rows(STEP.buckets) == [0, 0, 1, 0]
     assert timeline.rows(STEP.buckets[::-1]) == [0, 1, 0, 0]
-    back_to_back = [Bucket(at, 1, at, float(at), at + 1.0) for at in range(5)]
+    back_to_back = [BucketTrace(at, 1, at, float(at), at + 1.0) for at in range(5)]
     assert timeline.rows(back_to_back) == [0] * 5
     together = [replace(bucket, done_s=9.0) for bucket in back_to_back]
     assert timeline.rows(together) == [0, 1, 2, 3, 4]
     spans = ((0.0, 2.0), (1.0, 10.0), (3.0, 9.0), (4.0, 5.0))
-    mixed = [Bucket(at, 1, begin, begin, end) for at, (begin, end) in enumerate(spans)]
+    mixed = [BucketTrace(at, 1, begin, begin, end) for at, (begin, end) in enumerate(spans)]
     assert timeline.rows(mixed) == [0, 1, 0, 2]
     assert timeline.rows([]) == []
 

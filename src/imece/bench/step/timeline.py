@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 from imece.listing import many
 from imece.observe.pictures import save
 
@@ -18,66 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class BucketTraceLike(Protocol):
-    """One bucket's communication in one step."""
-
-    @property
-    def index(self) -> int:
-        """Its place in the order of launching."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the message."""
-
-    @property
-    def ready_s(self) -> float:
-        """When its last gradient was there."""
-
-    @property
-    def launched_s(self) -> float:
-        """When its collective began."""
-
-    @property
-    def done_s(self) -> float:
-        """When its collective was over."""
-
-
-class StepTraceLike(Protocol):
-    """One forward and one synchronised backward of one rank."""
-
-    @property
-    def forward_start_s(self) -> float: ...
-
-    @property
-    def backward_start_s(self) -> float: ...
-
-    @property
-    def backward_end_s(self) -> float:
-        """When the last gradient was there, before anybody waited."""
-
-    @property
-    def end_s(self) -> float:
-        """When all buckets were reduced."""
-
-    @property
-    def buckets(self) -> Sequence[BucketTraceLike]: ...
-
-
-Traces = Mapping[int, Sequence[StepTraceLike]]
+Traces = Mapping[int, Sequence[StepTrace]]
 """Rank -> its steps, in their order."""
 
 
-def exposed_s(bucket: BucketTraceLike, trace: StepTraceLike) -> float:
+def exposed_s(bucket: BucketTrace, trace: StepTrace) -> float:
     """Seconds of the bucket's collective that came after the last gradient."""
     return max(0.0, bucket.done_s - max(bucket.launched_s, trace.backward_end_s))
 
 
-def hidden_s(bucket: BucketTraceLike, trace: StepTraceLike) -> float:
+def hidden_s(bucket: BucketTrace, trace: StepTrace) -> float:
     """Seconds of the bucket's collective during which backward still computed."""
     return bucket.done_s - bucket.launched_s - exposed_s(bucket, trace)
 
 
-def rows(buckets: Sequence[BucketTraceLike]) -> list[int]:
+def rows(buckets: Sequence[BucketTrace]) -> list[int]:
     """A row for each bucket, from 0: collectives that overlap in time have different rows."""
     ends: list[float] = []
     chosen = [0] * len(buckets)
@@ -89,23 +45,20 @@ def rows(buckets: Sequence[BucketTraceLike]) -> list[int]:
     return chosen
 
 
-def table(trace: StepTraceLike) -> list[str]:
+def table(trace: StepTrace) -> list[str]:
     """The step in a few lines, one for each bucket; times in ms from the start of forward."""
     start, buckets = trace.forward_start_s, trace.buckets
 
     def ms(seconds: float) -> float:
         return seconds * 1e3
 
-    under_way = _union_s([(bucket.launched_s, bucket.done_s) for bucket in buckets])
-    exposed = trace.end_s - trace.backward_end_s
-    after = _union_s([(max(b.launched_s, trace.backward_end_s), b.done_s) for b in buckets])
     lines = [
-        f"step {ms(trace.end_s - start):.1f} ms: compute {ms(trace.backward_end_s - start):.1f} "
+        f"step {ms(trace.end_s - start):.1f} ms: compute {ms(trace.compute_s):.1f} "
         f"(forward {ms(trace.backward_start_s - start):.1f}, "
         f"backward {ms(trace.backward_end_s - trace.backward_start_s):.1f}), "
-        f"then exposed {ms(exposed):.2f}",
-        f"communication {ms(under_way):.2f} ms in {many(len(buckets), 'bucket')}, "
-        f"{ms(under_way - after):.2f} of it hidden behind backward",
+        f"then exposed {ms(trace.exposed_s):.2f}",
+        f"communication {ms(trace.communication_s):.2f} ms in {many(len(buckets), 'bucket')}, "
+        f"{ms(trace.hidden_s):.2f} of it hidden behind backward",
     ]
     if buckets:
         lines.append(
@@ -212,7 +165,7 @@ _ROWS = ("compute", "buckets", "exposed")
 _HALF = 0.38  # half a bar's height, in rows
 
 
-def _draw_rows(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> None:
+def _draw_rows(axes: Axes, last: Mapping[int, StepTrace], zero: float) -> None:
     """Three rows for each rank, from above; bars of overlapping collectives share the height of one row."""
 
     def bar(y: float, height: float, begin: float, end: float, **style: Any) -> None:
@@ -242,7 +195,7 @@ def _draw_rows(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> No
     axes.set_axisbelow(True)
 
 
-def _label_bars(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> None:
+def _label_bars(axes: Axes, last: Mapping[int, StepTrace], zero: float) -> None:
     """Write into each bar that is wide enough, and beside a bucket's bar that is not."""
     left, right = axes.get_xlim()
 
@@ -273,7 +226,7 @@ def _label_bars(axes: Axes, last: Mapping[int, StepTraceLike], zero: float) -> N
                     b.done_s <= bucket.done_s or b.launched_s > bucket.done_s + free_s for b in step.buckets
                 ):
                     label(y, bucket.done_s, bucket.done_s + free_s, texts[1:], size, "#444444")
-        wait = step.end_s - step.backward_end_s
+        wait = step.exposed_s
         axes.text(
             (step.backward_end_s - zero) * 1e3 - (right - left) * 0.004, _y(at, 2), f"{wait * 1e3:.2f} ms",
             ha="right", va="center", fontsize=8, color=_EXPOSED, clip_on=True,
@@ -285,7 +238,7 @@ def _y(at: int, row: int) -> float:
     return -(at * (len(_ROWS) + 0.3) + row)
 
 
-def _bucket_places(step: StepTraceLike, middle: float) -> list[tuple[BucketTraceLike, float, float]]:
+def _bucket_places(step: StepTrace, middle: float) -> list[tuple[BucketTrace, float, float]]:
     """Each bucket with the middle and the height of its bar, in the row around `middle`."""
     chosen = rows(step.buckets)
     height = 2 * _HALF / (max(chosen, default=0) + 1)
@@ -296,19 +249,10 @@ def _bucket_places(step: StepTraceLike, middle: float) -> list[tuple[BucketTrace
     ]  # fmt: skip
 
 
-def _interesting_from(last: Mapping[int, StepTraceLike], zero: float, end: float) -> float:
+def _interesting_from(last: Mapping[int, StepTrace], zero: float, end: float) -> float:
     """Where the enlarged part begins: it shows a tenth of the step, or three times the longest wait."""
     wait = max(end - step.backward_end_s for step in last.values())
     return max(zero, end - max(0.1 * (end - zero), 3 * wait))
-
-
-def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the (begin, end) spans was under way."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 def _us(seconds: float) -> float:
