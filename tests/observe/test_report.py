@@ -290,6 +290,20 @@ def test_the_loss_of_each_source_is_told(tmp_path: Path) -> None:
     assert "By source: web 2.500, a<b 3.250." in Page(write_report(tmp_path)).text
 
 
+def test_the_loss_of_each_source_has_a_curve(tmp_path: Path) -> None:
+    names = ["web", f"a{EVIL}", *(f"s{number}" for number in range(7))]
+    steps = {step: {f"val_loss/{name}": 2.0 + at for at, name in enumerate(names)} for step in (2, 4)}
+    write(tmp_path, [record(step, **steps.get(step, {})) for step in range(1, 5)])
+    page = Page(write_report(tmp_path))
+    (told,) = [
+        value
+        for name, value in page.attributes
+        if name == "aria-label" and value.startswith("Validation loss by")
+    ]
+    assert f"; web 2 at step 2 to 2 at step 4; a{EVIL} 3 at step 2 to 3 at step 4; s0 4 at" in told
+    assert "Of 9 sources the first 8; metrics.jsonl has all." in page.text
+
+
 def test_a_model_that_cannot_write_has_no_sample(tmp_path: Path) -> None:
     write(tmp_path, [record(1)], summary=SUMMARY | {"sample": None})
     write_report(tmp_path)

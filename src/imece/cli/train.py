@@ -149,6 +149,7 @@ def read_config(words: list[str]) -> TrainConfig:
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     config.check_adapters()
+    config.data.source().check_weights()
     _check_effects(words, config)
     return config
 

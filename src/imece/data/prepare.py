@@ -83,6 +83,16 @@ class TextSource:
         """The field, or the usual one."""
         return FIELDS[self.format] if self.field is None else self.field
 
+    def check_weights(self) -> None:
+        """UserError if there is not one for each of `paths`. Not checked when this is made: a file may give
+        the ones, and options the others."""
+        count, names = len(self.weights), len(self.paths)
+        if count and count != names:
+            raise UserError(
+                f"--data.weights names {many(count, 'weight')} for {many(names, 'name')} behind --data: one "
+                "for each of them, or leave it out"
+            )
+
     @property
     def share(self) -> float:
         """Of the documents of `paths`, for validation."""
@@ -156,13 +166,9 @@ def _by_source(
 ) -> list[Source]:
     """The files of each source; without weights all text is one. UserError if a file is of two sources, or if
     one has none that is not for validation."""
-    paths, count = source.paths, len(source.weights)
-    if count and count != len(paths):
-        raise UserError(
-            f"--data.weights names {many(count, 'weight')} for {many(len(paths), 'name')} behind --data: one "
-            "for each of them, or leave it out"
-        )
-    if count < 2:
+    source.check_weights()
+    paths = source.paths
+    if len(source.weights) < 2:
         return [Source(_others(sources(paths, reading, run_folders), validation))]
     found, owner = list[Source](), dict[str, int]()
     for number, (name, path) in enumerate(zip(_names(paths), paths, strict=True)):

@@ -14,6 +14,7 @@ import numpy as np
 
 from imece.observe.chart import Axis, Chart
 from imece.observe.curves import MOST_POINTS, Curve, curve, frame, piecewise_mean, smoothed, thinned
+from imece.observe.events import VAL_LOSS_OF
 from imece.observe.loss_plot import write_loss_plot
 from imece.observe.metrics import FILE as METRICS
 from imece.observe.page import page
@@ -34,6 +35,8 @@ _PARTS = {
 }
 _MOST_AREAS = 240  # pieces of the stacked chart
 _MOST_SKIPPED = 100  # rows
+# The page's colours that are told apart best, for sources.
+_LINES = ("main", "exposed", "data", "optimizer", "beside", "copy", "forward", "other")
 
 
 def write_report(run: Path) -> Path:
@@ -143,7 +146,7 @@ def _baselines(files: RunFiles) -> str:
 
 
 def _learning(files: RunFiles) -> str:
-    charts = [each for each in (_loss(files), _optimization(files)) if each]
+    charts = [each for each in (_loss(files), _by_source(files), _optimization(files)) if each]
     return "\n".join(["<h2>Learning</h2>", *charts]) if charts else ""
 
 
@@ -167,6 +170,22 @@ def _loss(files: RunFiles) -> str:
             f"{len(raw):,} losses are drawn with {MOST_POINTS:,} points: the lowest and the highest of each "
             "piece. The other charts are thinned in the same way."
         )
+    return chart.html()
+
+
+def _by_source(files: RunFiles) -> str:
+    """The validation loss of each source, of a run that reads several in a proportion."""
+    keys = list(dict.fromkeys(key for each in files.records for key in each if key.startswith(VAL_LOSS_OF)))
+    named = {key.removeprefix(VAL_LOSS_OF): curve(files.records, key) for key in keys}
+    drawn = [(name, each) for name, each in named.items() if len(each)][: len(_LINES)]
+    if not drawn:
+        return ""
+    y = Axis(*frame([each for _, each in drawn], []))
+    chart = Chart("Validation loss by source", "nats a token, by step", _steps(files), y, wide=True)
+    for (name, each), style in zip(drawn, _LINES, strict=False):
+        chart.line(thinned(each), style, visible(name))
+    if len(named) > len(drawn):
+        chart.note = f"Of {len(named)} sources the first {len(drawn)}; metrics.jsonl has all."
     return chart.html()
 
 
