@@ -211,6 +211,16 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {  # what it says, parameters i
          "vocab_size": 50304, "multi_query": False, "parallel_attn": False, "bias": True,
          "new_decoder_architecture": False}, 1_311_625_216,
     ),
+    "falcon with both norms": (
+        {"model_type": "falcon", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "ffn_hidden_size": 128, "vocab_size": 101, "parallel_attn": False, "bias": False, "num_kv_heads": 2,
+         "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}, 342_912,
+    ),
+    "qwen3_moe without num_key_value_heads": (
+        {"model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "moe_intermediate_size": 96, "vocab_size": 128, "num_experts": 4, "num_experts_per_tok": 1},
+        2_038_272,
+    ),
     "stablelm-2-12b": (
         _named("stablelm", 5120, 40, 32, 8, 13824, 100352, use_qkv_bias=False, qk_layernorm=True,
                use_parallel_residual=True), 12_143_185_920,

@@ -69,13 +69,13 @@ def _bloom(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _falcon(content: Mapping[str, Any]) -> dict[str, Any]:
-    found = _bloom(content)
-    if content.get("new_decoder_architecture"):
-        key_value, one_norm = content.get("num_kv_heads"), content.get("num_ln_in_parallel_attn") == 1
+    if new := content.get("new_decoder_architecture"):
+        key_value = content.get("num_kv_heads")
     else:
         key_value = 1 if content.get("multi_query", True) else None
-        one_norm = bool(content.get("parallel_attn", True))
-    return found | {"num_key_value_heads": key_value, "one_norm": one_norm}
+    norms = _one(content, "num_ln_in_parallel_attn") or (2 if new else 1)
+    one_norm = bool(content.get("parallel_attn", True)) and norms == 1
+    return _bloom(content) | {"num_key_value_heads": key_value, "one_norm": one_norm}
 
 
 def _mpt(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,10 +150,11 @@ _GEMMA_3 = _Family(
 )  # fmt: skip
 _FAMILIES = {
     "llama": _Family(**_ASKED_BIASES, ours=True),
-    **dict.fromkeys(("granite", "helium"), _Family(**_ASKED_BIASES)),
+    "granite": _Family(**_ASKED_BIASES),
+    "helium": _Family(**_ASKED_BIASES, defaults=_kv(20, head_dim=128)),
     "phi3": _Family(),
-    "qwen2": _Family(query_biases=True, ours=True),
-    "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, ours=True, defaults={"head_dim": 128}),
+    "qwen2": _Family(query_biases=True, ours=True, defaults=_kv(32)),
+    "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, ours=True, defaults=_kv(32, head_dim=128)),
     "mistral": _Family(ours=True, defaults=_kv(8, **{_WINDOW: 4096})),
     "ministral": _Family(defaults=_kv(8, **{_WINDOW: 4096})),
     "smollm3": _Family(**_ASKED_BIASES, tied=True, ours=True, defaults=_kv(4)),
@@ -162,7 +163,7 @@ _FAMILIES = {
         query_biases="attention_bias", out_biases="attention_out_bias", mlp_biases="mlp_bias",
         defaults=_kv(8, head_dim=128, attention_bias=True),
     ),
-    "gemma": _Family(**_ATTENTION_BIASES, tied=True, defaults={"head_dim": 256}),
+    "gemma": _Family(**_ATTENTION_BIASES, tied=True, defaults=_kv(16, head_dim=256)),
     "gemma2": _Family(
         norms=4, **_ATTENTION_BIASES, tied=True, full_every=2,
         defaults=_kv(4, head_dim=256, **{_WINDOW: 4096}),
@@ -181,7 +182,7 @@ _FAMILIES = {
     ),
     "stablelm": _Family(
         **_LAYER_NORM, query_biases="use_qkv_bias", one_norm="use_parallel_residual",
-        own_head_norms="qk_layernorm",
+        own_head_norms="qk_layernorm", defaults=_kv(32),
     ),
     "starcoder2": _Family(
         **_PLAIN, **_biases("use_bias"), tied=True,
@@ -213,7 +214,7 @@ _FAMILIES = {
     "mixtral": _Family(experts="num_local_experts", defaults=_kv(8)),
     "qwen3_moe": _Family(
         mlp_width="moe_intermediate_size", **_ATTENTION_BIASES, head_norms=True, experts="num_experts",
-        translated=_experts,
+        translated=_experts, defaults=_kv(4),
     ),
     "olmoe": _Family(**_ATTENTION_BIASES, own_head_norms=True, experts="num_experts", translated=_experts),
 }  # fmt: skip
