@@ -297,7 +297,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
         (["--every=1"], r"--every; did you mean --validate\.every or --checkpoint\.every\?"),
         (["--steps=many"], r"'many'.*--steps|--steps.*'many'"),
         (["--strategy=zero9"], r"^--strategy 'zero9': one of auto, replicate, zero1.*did you mean zero"),
-        (["--print-config", "--data.weights", "3", "1"], "weights names 2 weights for 0 names behind --data"),
+        (["--print-config", "--data.weights", "3", "1"], "weights names 2 weights for 1 name behind --data"),
         (["--nproc", "4"], r"^there is no option --nproc \(see"),
         (["--strategy=hybrid"], "--strategy hybrid: it shards inside hosts.*use zero3"),
         (["--offload=optimizer"], "--offload optimizer moves .* and there is no GPU here: leave it out"),
