@@ -1,1 +1,0 @@
-"""Compares two backends under torch's own wrappers."""
