@@ -11,7 +11,7 @@ from imece.bench.crew import Crew
 from imece.bench.reference_model import MODELS
 from imece.bench.step.ways import STRATEGIES
 from imece.footprint import Offload
-from imece.observe.pictures import save
+from imece.observe.pictures import panels, save
 
 MODULE = "imece.bench.step.rank"
 CATEGORIES = ("parameters", "gradients", "optimizer", "communication", "host")
@@ -137,26 +137,22 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 def draw(results: Results, path: Path, subtitle: str) -> None:
     """Draw stacked bars: for each strategy the prediction, hatched, beside the count."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     colors = {name: _COLORS[CATEGORIES.index(name)] for name in _names(results.rows)}
-    panels = list(dict.fromkeys((row.model, row.ranks) for row in results.rows))
-    columns = min(2, len(panels))
-    rows_of_panels = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(8.0, 5.6 * columns), 1.6 + 3.6 * rows_of_panels), layout="constrained")
-    grid = figure.subplots(rows_of_panels, columns, squeeze=False)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (model, ranks) in zip(grid.flat, panels, strict=False):
+    shown = list(dict.fromkeys((row.model, row.ranks) for row in results.rows))
+    figure, grid = panels(len(shown), 2, 5.6, 3.6, 1.6, 8.0)
+    for axes, (model, ranks) in zip(grid, shown, strict=True):
         rows = [row for row in results.rows if (row.model, row.ranks) == (model, ranks)]
         for at, row in enumerate(rows):
             for offset, bytes_of, hatch in ((-0.2, row.predicted, "///"), (0.2, row.counted, "")):
                 bottom = 0.0
                 for name, color in colors.items():
                     height = bytes_of[name] / 1e6
-                    style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
-                    axes.bar(at + offset, height, 0.36, bottom, **style)
+                    axes.bar(
+                        at + offset, height, 0.36, bottom,
+                        color=color, hatch=hatch, edgecolor="white", linewidth=0.5,
+                    )  # fmt: skip
                     bottom += height
             axes.margins(y=0.08)
             axes.text(at + 0.2, bottom, f"{bottom:.0f}", ha="center", va="bottom", fontsize=8)

@@ -8,7 +8,7 @@ from typing import Any
 
 from imece.bench.collectives.collectives import Result
 from imece.bench.report import size_text
-from imece.observe.pictures import save
+from imece.observe.pictures import legend_below, panels, save
 
 # imece's lines are thick, the others thinner; colours also differ in lightness.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -33,17 +33,11 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 def draw(results: Sequence[Result], path: Path, subtitle: str) -> None:
     """Write a PNG with one panel for each operation and number of ranks."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    panels = list(dict.fromkeys((result.ranks, result.op) for result in results))
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(7.5, 5.6 * columns), 1.7 + 3.3 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (ranks, op) in zip(grid.flat, panels, strict=False):
+    calls = list(dict.fromkeys((result.ranks, result.op) for result in results))
+    figure, grid = panels(len(calls), 2, 5.6, 3.3, 1.7, 7.5, sharex=True, sharey=True)
+    for axes, (ranks, op) in zip(grid, calls, strict=True):
         shown = [result for result in results if (result.ranks, result.op) == (ranks, op)]
         for library, style in _STYLES.items():
             line = sorted((r.size_bytes, r.bus_gbps) for r in shown if r.library == library)
@@ -60,13 +54,7 @@ def draw(results: Sequence[Result], path: Path, subtitle: str) -> None:
         axes.set_xlabel("message size (larger of input and output)", fontsize=9)
         axes.set_ylabel("bus bandwidth, GB/s", fontsize=9)
         axes.label_outer()
-    named: dict[str, Any] = {}
-    for axes in grid.flat:
-        lines, labels = axes.get_legend_handles_labels()
-        named.update(zip(labels, lines, strict=True))
-    figure.legend(
-        list(named.values()), list(named), loc="outside lower center", ncols=3, fontsize=9, frameon=False
-    )
+    legend_below(figure, grid, 3)
     lines = subtitle.replace("; load", "\nload")  # a single line would be wider than one panel
     figure.suptitle(f"Collectives on one host, one thread a rank\n{lines}", fontsize=11)
     save(figure, path, dpi=130)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.bench.planner.planner import Table
-from imece.observe.pictures import save
+from imece.observe.pictures import legend_below, panels, save
 from imece.plan.accuracy import statistics as accuracy
 from imece.plan.accuracy.statistics import Row
 
@@ -15,31 +15,16 @@ _STYLES: dict[bool, dict[str, Any]] = {  # by whether the row was held out
     False: {"color": "#b45f06", "marker": "o", "label": "fitted on"},
     True: {"color": "#0b5394", "marker": "^", "label": "held out"},
 }
-_COLUMNS = 3
 _MANY = 60  # rows of a table whose points would cover each other
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
     """Write a PNG. Beside others a table with fewer than five rows is left out: a line shows as much."""
-    from matplotlib.figure import Figure
-
     shown = [table for table in tables if len(table.rows) >= 5] or list(tables)
-    columns = min(_COLUMNS, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(4.2 * columns, 0.9 + 3.7 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in list(grid.flat)[len(shown) :]:
-        axes.set_visible(False)
-    for axes, table in zip(grid.flat, shown, strict=False):
+    figure, grid = panels(len(shown), 3, 4.2, 3.7, 0.9)
+    for axes, table in zip(grid, shown, strict=True):
         _panel(axes, table)
-    named: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            named[label] = handle
-    figure.legend(
-        list(named.values()), list(named), loc="outside lower center", ncols=2 if columns == 1 else 4,
-        fontsize=9, frameon=False,
-    )  # fmt: skip
+    legend_below(figure, grid, 2 if len(shown) == 1 else 4)
     figure.suptitle("The planner beside published measurements", fontsize=12)
     save(figure, path, dpi=100)
 
