@@ -88,7 +88,6 @@ bench: setup $(BENCH_STAMP)  ## measure the collectives; figures go to build/ben
 	$(VENV_PYTHON) -m imece bench collectives --ranks 2,4 \
 		--json build/bench/collectives.json --plot build/bench/collectives.png
 	$(VENV_PYTHON) -m imece bench hosts --json build/bench/hosts.json
-	$(VENV_PYTHON) -m imece bench ddp --json build/bench/ddp.json
 	$(VENV_PYTHON) -m imece bench pipeline --json build/bench/pipeline.json
 	$(VENV_PYTHON) -m imece bench tensor --json build/bench/tensor.json
 	$(VENV_PYTHON) -m imece bench step --memory --json build/bench/step.json \

@@ -26,7 +26,6 @@ from imece.bench.collectives.collectives import Result
 from imece.bench.collectives.contenders import OPS, Contender, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.bench.crew import Crew, CrewError
-from imece.bench.ddp import ddp
 from imece.bench.targets import at_least
 from imece.cli.bench import BENCHMARKS
 from imece.cli.main import main
@@ -125,17 +124,6 @@ def test_targets_are_judged_by_what_was_measured(
         assert ("none is judged" in out) == ("MISSED" not in out and "met  " not in out) == bool(options)
 
 
-def test_torchs_wrapper_is_judged_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seconds = {"shm": [1.0], "gloo": [1.5]}
-    played = ddp.Results(ddp.Plan(2, 1, 1, "ddp"), 10, 128, seconds, {name: [7.0] for name in seconds})
-    monkeypatch.setitem(BENCHMARKS, "ddp", replace(BENCHMARKS["ddp"], run=lambda plan, say: played))
-    for options, word in (([], "met   "), (["--quick"], "--    ")):
-        assert main(["bench", "ddp", *options]) == 0
-        assert capsys.readouterr().out.endswith(f"\n  {word}  shm faster than gloo: 1.500 x\n")
-
-
 def test_figures_for_programs_are_json(tmp_path: Path) -> None:
     """A ratio to nothing is infinite, and a loss may be NaN: JSON has neither."""
     file = tmp_path / "figures.json"
@@ -184,7 +172,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
         (["hosts", "--rate", "fast"], "is not a rate like 1gbit"),
         (["hosts", "--rate", "0gbit"], "'0gbit' is not a rate like 1gbit"),
         (["hosts", "--rate", "0.0mbit"], "'0.0mbit' is not a rate like 1gbit"),
-        (["ddp", "--ranks", "0"], "from 2 to 64 ranks"),
+        (["step", "--ranks", "0"], "from 2 to 64 ranks"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -200,7 +188,7 @@ def test_an_interface_that_is_not_there_is_told_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
-    assert main(["bench", "ddp", "--quick"]) == 2
+    assert main(["bench", "step", "--quick"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(
         "imece: GLOO_SOCKET_IFNAME=nosuch names no interface: unset it, or use one of"
@@ -302,19 +290,6 @@ def test_interrupted_once_more_it_leaves_no_folder(tmp_path: Path, monkeypatch: 
 def test_a_module_that_does_not_start_is_told() -> None:
     with pytest.raises(CrewError, match=r"No module named imece\.bench\.absent"):
         Crew.of_ranks("ranks", "imece.bench.absent", 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
-def test_both_backends_train_the_same_model(wrap: str) -> None:
-    said: list[str] = []
-    results = ddp.run(ddp.Plan(ranks=2, rounds=2, steps=2, wrap=wrap), said.append)
-    assert results.same_losses
-    assert results.losses["shm"][1] != results.losses["shm"][0]
-    assert 10e6 < results.parameters < 12e6
-    assert results.ratio > 0 and any("ms/step" in line for line in said)
-    results.losses["gloo"][0] *= 1.01
-    assert "WRONG" in ddp.lines(results)[-1]
 
 
 def _maps(pid: int) -> list[str]:

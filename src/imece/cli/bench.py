@@ -12,7 +12,6 @@ import psutil
 
 from imece.bench import machine, memory, report
 from imece.bench.collectives import collectives, plot
-from imece.bench.ddp import ddp
 from imece.bench.gpu import gpu
 from imece.bench.gpu import targets as gpu_targets
 from imece.bench.hosts import hosts
@@ -33,7 +32,6 @@ from imece.bench.train import train
 from imece.cli.bench_gpu import GpuOptions
 from imece.cli.bench_options import (
     CollectivesOptions,
-    DdpOptions,
     HostsOptions,
     MemoryOptions,
     StepOptions,
@@ -168,14 +166,6 @@ BENCHMARKS = {
         hosts.judged,
         failed=lambda results: not all(results.right.values()),
         measures=False,
-    ),
-    "ddp": Benchmark(
-        "a training step of torch's DistributedDataParallel on shm and on Gloo",
-        "Time a training step of torch's own data parallelism on the backends shm and gloo.",
-        DdpOptions,
-        ddp.run,
-        ddp.judged,
-        failed=lambda results: not results.same_losses,
     ),
     "step": Benchmark(
         "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",

@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from imece.bench import memory, report
 from imece.bench.collectives import collectives
 from imece.bench.collectives.contenders import LIBRARIES, OPS
-from imece.bench.ddp import ddp
 from imece.bench.hosts import hosts
 from imece.bench.reference_model import MODELS, REFERENCE
 from imece.bench.step import parameter_cost, step
@@ -95,31 +93,6 @@ class HostsOptions:
         if self.quick:
             return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4), False)
         return hosts.Plan(size, self.rounds, self.rate, steps=self.steps)
-
-
-@dataclass(frozen=True)
-class DdpOptions:
-    """Options of `imece bench ddp`."""
-
-    ranks: int = 2
-    """Number of ranks."""
-    rounds: int = 7
-    """Rounds, in each of which all ways are measured."""
-    steps: int = 4
-    """Training steps in each round."""
-    wrap: Literal["ddp", "fully_shard"] = "ddp"
-    """Compare with torch's DistributedDataParallel or with its fully_shard."""
-    json: Path | None = None
-    """Write all figures to this file."""
-    quick: bool = False
-    """3 rounds of 1 step: to see that it works, not to quote."""
-
-    def plan(self) -> ddp.Plan:
-        """What to measure. UserError for options that cannot be met."""
-        _check_counts(self)
-        if self.quick:
-            return ddp.Plan(self.ranks, min(self.rounds, 3), 1, self.wrap)
-        return ddp.Plan(self.ranks, self.rounds, self.steps, self.wrap)
 
 
 @dataclass(frozen=True)
@@ -246,7 +219,7 @@ class TrainOptions:
         return train_contenders.Plan(ways, self.ranks, rounds, steps, config)
 
 
-def _check_counts(options: DdpOptions | StepOptions | TrainOptions) -> None:
+def _check_counts(options: StepOptions | TrainOptions) -> None:
     check_ranks([options.ranks])
     at_least_one(options.rounds, "--rounds")
     at_least_one(options.steps, "--steps")
