@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imece.errors import PeerLostError
-from imece.launch.processes import Ending, first_cause, worker_environment
+from imece.launch.processes import Ending, first_cause, kill_group, worker_environment
 from imece.status import Failure, describe
 
 
@@ -102,3 +106,15 @@ def test_every_signal_has_a_line() -> None:
     for number, left in itertools.product(range(1, 65), (True, False)):
         line = ending(0, -number, 0.0, left_early=left and number == 0).describe()
         assert f"signal {number} (" in line and "\n" not in line
+
+
+def test_a_launcher_without_means_to_look_kills_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait forever for a rank that nobody has ended."""
+
+    def no_memory(_: str) -> list[str]:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with subprocess.Popen(["sleep", "2"], process_group=0) as rank, monkeypatch.context() as patch:
+        patch.setattr("os.listdir", no_memory)
+        kill_group(rank.pid)
+    assert rank.returncode == -signal.SIGKILL

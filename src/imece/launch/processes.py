@@ -250,19 +250,25 @@ def kill_group(pid: int, signum: int = signal.SIGKILL) -> None:
 
     `pid` must not have been reaped yet, or its number may belong to another process.
     """
-    if signum == signal.SIGKILL and any(map(_is_tracker, _members(pid))):
-        killed: set[int] = set()
-        while others := {each for each in _members(pid) if each not in killed and not _is_tracker(each)}:
-            for each in others:  # which may just have started another one
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signum)
-            killed |= others
-        return
+    if signum == signal.SIGKILL:
+        with contextlib.suppress(OSError, MemoryError):  # no means to look: trackers die as well
+            if any(map(_is_tracker, _members(pid))):
+                _kill_but_trackers(pid)
+                return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
     if signum == signal.SIGKILL:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)  # a rank leaves its group for a moment (trackers.py)
+
+
+def _kill_but_trackers(group: int) -> None:
+    killed: set[int] = set()
+    while others := {each for each in _members(group) if each not in killed and not _is_tracker(each)}:
+        for each in others:  # which may just have started another one
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        killed |= others
 
 
 def _members(group: int) -> Iterator[int]:
