@@ -96,6 +96,19 @@ def test_other_text(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert content["baselines"]["uniform"]["nats_per_token"] == pytest.approx(math.log(own.vocab_size))
     content = found(capsys, str(trained_run), "--data", str(tmp_path / "b.jsonl"), "--data.field", "body")
     assert (content["documents"], content["tokens"]) == (2, 8)
+    read = ["--data", str(tmp_path / "b.jsonl"), "--data.field", "body", "--data.separate"]
+    alone = sum(loss_of(trained_run, [*text.encode(), 256]) for text in ("one", "two")) / 2
+    for separate, expected in (("True", alone), ("False", content["model"]["nats_per_token"])):
+        content = found(capsys, str(trained_run), *read, separate)
+        assert content["model"]["nats_per_token"] == pytest.approx(expected, rel=1e-6)
+    assert alone != pytest.approx(expected, rel=1e-5)
+    (tmp_path / "c.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": "vii"}}\n' for n in (1, 5)))
+    read = ["--data", str(tmp_path / "c.jsonl"), "--data.format", "answers"]
+    losses = [
+        found(capsys, str(trained_run), *read, *more)["model"]["nats_per_token"]
+        for more in ([], ["--data.separate", "True"], ["--data.separate", "False"])
+    ]
+    assert losses[0] == losses[1] != losses[2], "records are separate, if nothing else is said"
     assert sorted(os.listdir(trained_run)) == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +139,22 @@ def test_the_global_batch_does_not_depend_on_the_ranks(one: Batches, step: int) 
         counts = [len(inputs) for inputs, _ in each]
         assert counts == sorted(counts, reverse=True)
         assert counts[0] - counts[-1] <= 1
+
+
+@given(batches(), _STEPS, st.sampled_from([None, 99]))
+def test_where_documents_begin(one: Batches, step: int, begin: int | None) -> None:
+    """With the end before them, which is there before the first one too, or with a begin of their own."""
+    if begin is not None:
+        marked = part_of([[begin, *each[:-1]] for each in documents_of(one.part)], _END)
+        one = Batches(replace(marked, begin=begin), one.seq, one.global_batch, one.seed)
+    for rank in range(3):
+        inputs, _ = one.for_rank(step, rank, 3)
+        first = _END if begin is None else begin
+        expected = [
+            [max((at for at in range(place + 1) if row[at] == first), default=0) for place in range(one.seq)]
+            for row in inputs.tolist()
+        ]
+        assert one.begins(step, rank, 3).tolist() == expected
 
 
 @given(batches(), st.lists(st.integers(0, 60), min_size=1, max_size=8))

@@ -47,6 +47,8 @@ def test_a_pass_has_each_answer_once_and_whole() -> None:
             records = [number for number in dict.fromkeys(line.tolist()) if number]
             assert all((line == number).sum() == lengths[number - 1] for number in records), "whole"
             read.update(records)
+        begins = np.concatenate([batches.begins(step, rank, 3) for rank in range(3)])
+        assert begins.tolist() == [[row.tolist().index(number) for number in row] for row in inputs]
         there = set(batches.sequences(step).ravel().tolist()) - {0}
         assert {name + 1 for name in batches.names(step)} == there
         seen.update(targets[targets != IGNORE].tolist())

@@ -428,6 +428,32 @@ def others_lose_their_memory(group: dist.ProcessGroup) -> None:
         assert 0 < len(names) < len(model.state_dict())
 
 
+def stages_see_one_document(group: dist.ProcessGroup) -> None:
+    """In each schedule, forward and backward."""
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        inputs, targets = tokens_of(0, 8)
+        begins = torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]]).repeat_interleave(4, dim=0)
+        whole, loss = transformer(), Case(TWO, "1f1b", transformer).loss
+        expected = loss(whole(inputs, begins=begins), targets)
+        assert abs(expected - loss(whole(inputs), targets)) > 1000 * EXACT
+        expected.backward()
+        gradients = {name: each.grad for name, each in whole.named_parameters()}
+        for schedule in SCHEDULES:
+            pipeline = Pipeline(transformer(), mesh, micro_batches=4, schedule=schedule, loss=loss)
+            for run in (pipeline.evaluate, pipeline.step):
+                assert abs(run(inputs, targets, begins=begins) - expected) < EXACT, schedule
+            for name, each in pipeline.part.named_parameters():
+                own, one = each.grad, gradients[name]
+                assert own is not None and one is not None
+                assert (own - one).abs().max() < EXACT, (schedule, name)
+        with pytest.raises(ValueError, match=r"begins has shape \[2, 5\]; targets have"):
+            pipeline.step(inputs, targets, begins=begins[:2, :5])
+        with pytest.raises(ValueError, match="begins are for an imece Transformer"):
+            Pipeline(sequence(), mesh, micro_batches=4, loss=F.mse_loss).step(
+                *numbers_of(0, 8), begins=begins
+            )
+
+
 # What is refused.
 
 
@@ -506,6 +532,7 @@ CHECKS: dict[str, Check] = {
             evaluates_before_and_after_precision,
             keeps_activations_of,
             batches_of_other_sizes,
+            stages_see_one_document,
             autocast_is_foreseen,
             frozen_stages_have_no_gradients,
             others_lose_their_memory,

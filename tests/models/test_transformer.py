@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -369,6 +370,41 @@ def test_a_window_hides_what_is_before_it() -> None:
     assert ((before[:, 2:reached] - after[:, 2:reached]).abs().amax(dim=(0, 2)) > 1e-6).all()
     short = tokens[:, :5]
     assert torch.equal(model(short), loud()(short)), "as long as it is, it hides nothing"
+
+
+@pytest.mark.parametrize("options", ["none", "a window", "all"])
+def test_documents_in_a_sequence_are_read_as_if_alone(options: str) -> None:
+    """Logits and gradients; also where blocks are computed again."""
+    model, tokens = loud(replace(CONFIG, **OPTIONS.get(options, {}))), some_tokens()
+    cuts = [[0, 3, 12, 16], [0, 9, 10, 16]]
+    begins = torch.zeros_like(tokens)
+    alone = torch.empty(*tokens.shape, CONFIG.vocab_size)
+    for row, starts in enumerate(cuts):
+        for first, last in itertools.pairwise(starts):
+            begins[row, first:last] = first
+            alone[row, first:last] = model(tokens[row : row + 1, first:last])[0]
+    weights = torch.randn(alone.shape, generator=seeded(3))
+    (alone * weights).sum().backward()
+    expected = gradients(model)
+    for again in (False, True):
+        model.zero_grad()
+        model.checkpoint_blocks = again
+        found = model(tokens, begins=begins)
+        torch.testing.assert_close(found, alone.detach(), rtol=1e-4, atol=1e-4)
+        (found * weights).sum().backward()
+        torch.testing.assert_close(gradients(model), expected, rtol=1e-3, atol=1e-3)
+    assert (model(tokens) - alone).abs().max() > 0.1
+
+
+def test_begins_that_cannot_be() -> None:
+    model, tokens = loud(), some_tokens(2, 4)
+    for begins, more, message in (
+        (tokens[:1], {}, r"begins has shape \[1, 4\]; tokens have \[2, 4\]"),
+        (tokens, {"cache": KVCache(CONFIG, 2)}, "begins beside a cache"),
+        (tokens, {"positions": torch.arange(4)}, "begins beside positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens, begins=begins, **more)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -47,12 +47,12 @@ def tokens(rows: int, length: int) -> Tensor:
 
 
 def compiled_calls(
-    model: Any, inputs: Tensor, precision: Precision, backward: bool
+    model: Any, inputs: Tensor, precision: Precision, backward: bool, **more: Tensor
 ) -> tuple[int, int, float]:
     """Compiled forwards and backwards of one step, and its loss."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         with precision.autocast():
-            loss = cross_entropy(model(inputs), inputs)
+            loss = cross_entropy(model(inputs, **more), inputs)
         if backward:
             loss.backward()
     names = [event.name for event in seen.events()]
@@ -153,6 +153,18 @@ def test_blocks_that_differ_are_all_compiled(anew: None) -> None:
     assert found[:2] == (LAYERS, LAYERS) and found[2] == pytest.approx(expected[2], rel=1e-5)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert len(list(generate(model, [1, 2], 12))) == 12
+
+
+def test_blocks_that_see_one_document(anew: None) -> None:
+    model, plain, inputs = made(), Precision("fp32", "cpu"), tokens(MICRO, SEQ)
+    begins = torch.arange(SEQ).sub(1).clamp(0, 3).expand(MICRO, -1)
+    expected = compiled_calls(model, inputs, plain, True, begins=begins)
+    cheap = functools.partial(imece.compile_blocks, backend="aot_eager")
+    with mock.patch("imece.train.compiling.compile_blocks", cheap):
+        compiling.compile_now(model, PLAN, plain, CPU, separate=True)
+    found = compiled_calls(model, inputs, plain, True, begins=begins)
+    assert found[:2] == (LAYERS, LAYERS) and found[2] == pytest.approx(expected[2], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_blocks_with_adapters_are_all_compiled(anew: None) -> None:

@@ -21,7 +21,7 @@ import imece
 from imece.checkpoint.load import all_steps
 from imece.errors import UserError
 from imece.models.transformer import Transformer
-from imece.train.config import ComputeSection, MeshSection, OptimizerSection, TrainConfig
+from imece.train.config import ComputeSection, DataSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import axes_of, check_divided, divided, groups_of
 from imece.train.step import Step
 from tests.ranks import run_ranks
@@ -175,6 +175,10 @@ def test_what_cannot_be_divided() -> None:
         UserError, match=r"^--mesh\.context 2: sequences of 255 .* the nearest are 252 and 256; --m"
     ):
         check_divided(config, shape, 255)
+    records = DataSection(format="answers")
+    with pytest.raises(UserError, match=r"^--mesh\.context 2: .* to be separate in them: --data\.separate F"):
+        check_divided(replace(config, data=records), shape, 256)
+    check_divided(replace(config, data=replace(records, separate=False)), shape, 256)
     with pytest.raises(UserError, match=r"a window of 8 positions"):
         check_divided(config, replace(shape, window=8), 256)
     with pytest.raises(UserError, match=r"--compute\.compile"):

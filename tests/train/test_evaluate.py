@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,6 +66,30 @@ def test_the_same_number_for_any_batch_and_any_number_of_ranks(length: int, batc
         ]
         assert sum(tokens for _, tokens in shares) == length
         assert sum(nats for nats, _ in shares) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("begin", [None, 7])
+def test_documents_that_are_read_as_if_alone(begin: int | None) -> None:
+    """Each with the end before it, or with its own beginning; also one that a window cuts."""
+    tokens = part(83).tokens
+    ends = [*np.flatnonzero(tokens == END) + 1, 83]
+    if begin is not None:
+        tokens[tokens == begin] = begin + 1
+        tokens[[0, *ends[:-1]]] = begin
+    one = dataclasses.replace(part(83), tokens=tokens, offsets=np.array([0, *ends]), begin=begin)
+    stream, expected = [END, *tokens.tolist()], 0.0
+    for first in range(0, 83, SEQ):
+        window = stream[first : first + SEQ + 1]
+        starts = [at for at, token in enumerate(window[:-1]) if token == (END if begin is None else begin)]
+        cuts = sorted({0, *starts, len(window) - 1})
+        for low, high in itertools.pairwise(cuts):
+            with torch.no_grad():
+                logits = model()(torch.tensor([window[low:high]]))[0].double()
+            wanted = torch.tensor(window[low + 1 : high + 1])
+            expected += float(F.cross_entropy(logits, wanted, reduction="sum"))
+    found, count = evaluate(model(), one, SEQ, 3, FP32, separate=True)
+    assert count == 83 and found == pytest.approx(expected, rel=1e-6)
+    assert found != pytest.approx(evaluate(model(), one, SEQ, 3, FP32)[0], rel=1e-4)
 
 
 def test_ranks_get_the_same_products() -> None:

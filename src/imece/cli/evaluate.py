@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,8 @@ from imece.errors import UserError
 from imece.listing import many
 from imece.models.shape import TransformerConfig
 from imece.observe.units import megabytes, si
-from imece.train.config import Dtype, TrainConfig, also, defaults
-from imece.train.evaluate import evaluate, summed
+from imece.train.config import DataSection, Dtype, TrainConfig, also, defaults, separates
+from imece.train.evaluate import Nats, evaluate, summed
 from imece.train.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of
 from imece.train.precision import Precision, choose_precision
 from imece.train.run_folder import Which, check_which
@@ -71,6 +71,9 @@ class EvalData:
     field: str | None = None
     """The field of a .jsonl or .parquet record that has the text. Default: as in the run, or the usual one of
     --data.format: text; prompt,completion; messages."""
+    separate: bool | None = None
+    """Attention stays within a document or record. Default: as in the run; with another --data.format, or
+    without a run, within a record but not within a text."""
 
     def source(self, own: TextSource) -> TextSource:
         """own: the run's. ValueError, whose message begins with the field's name."""
@@ -99,6 +102,13 @@ class EvalOptions:
         if not self.data.paths and (self.data.format is not None or self.data.field is not None):
             raise ValueError("--data.format and --data.field say how --data is read: name text with --data")
 
+    def separates(self, own: DataSection) -> bool:
+        """Whether attention stays within a document. own: the run's."""
+        if self.data.separate is not None:
+            return self.data.separate
+        format = self.data.format or own.format
+        return own.separates if format == own.format else separates(format)
+
 
 def run(argv: Sequence[str]) -> int:
     """`imece eval ARGV`: exit status 0."""
@@ -115,7 +125,15 @@ def run(argv: Sequence[str]) -> int:
         seq = _sequence_length(options, config, model.config, part)
         with _read(part, partial(summed, model, precision)) as each:
             read = [
-                evaluate(model, source, seq, max(1, _TOKENS // seq), precision, nats=each)
+                evaluate(
+                    model,
+                    source,
+                    seq,
+                    max(1, _TOKENS // seq),
+                    precision,
+                    nats=each,
+                    separate=options.separates(config.data),
+                )
                 for source in part.sources
             ]
         nats, tokens = map(sum, zip(*read, strict=True))
@@ -181,17 +199,15 @@ def _sequence_length(options: EvalOptions, config: TrainConfig, shape: Transform
 
 
 @contextlib.contextmanager
-def _read(
-    part: Part, nats: Callable[[Tensor, Tensor], Tensor]
-) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+def _read(part: Part, nats: Nats) -> Iterator[Nats]:
     """Yields `nats` so that a terminal shows how much of `part` it has read; the bar vanishes at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(f"reading {si(len(part.tokens))} tokens", total=len(part.tokens))
 
-        def counted(inputs: Tensor, targets: Tensor) -> Tensor:
-            found = nats(inputs, targets)
+        def counted(inputs: Tensor, targets: Tensor, begins: Tensor | None) -> Tensor:
+            found = nats(inputs, targets, begins)
             bars.advance(task, targets.numel())
             return found
 

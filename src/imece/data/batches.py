@@ -32,6 +32,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from imece.data.begins import begins_of
 from imece.data.mix import Turns
 from imece.data.tokens import Part
 from imece.data.whole_windows import WholeWindows
@@ -66,6 +67,9 @@ class Windows(Protocol):
     def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
         """The tokens of windows, [windows, seq + 1], and which of them count as targets; None: all."""
 
+    def begins(self, windows: Sequence[int]) -> Tokens:
+        """As `Batches.begins`, of windows: [windows, seq]."""
+
     def learned(self, windows: Sequence[int]) -> int:
         """The targets of windows that count."""
 
@@ -73,7 +77,7 @@ class Windows(Protocol):
 class Batches:
     """The sequences of each step and rank: a function of its arguments and the step only.
 
-    A sequence may hold several documents or pieces of them; attention may cross end tokens. All steps cost
+    A sequence may hold several documents or pieces of them; `begins` says where they are. All steps cost
     about the same, except the first of an epoch, which sorts documents and windows.
     """
 
@@ -150,6 +154,18 @@ class Batches:
         first, last = rows(self.global_batch, rank, world_size)
         return inputs_and_targets(*self._read(self._places(step, first, last)))
 
+    def begins(self, step: int, rank: int, world_size: int) -> Tokens:
+        """For each of `for_rank`'s inputs, [n, seq], the place in its row where its document begins: as far
+        back as attention may see if each document is to be read as if it stood alone.
+
+        A document begins with its begin token, or with the end token before its first.
+        """
+        places = self._places(step, *rows(self.global_batch, rank, world_size))
+        begins = np.empty((len(places), self.seq), np.int64)
+        for windows, into, numbers in self._by_source(places):
+            begins[into] = windows.begins(numbers)
+        return begins
+
     def learned(self, step: int) -> int:
         """The targets of the global batch that count."""
         places = self._places(step, 0, self.global_batch)
@@ -218,6 +234,9 @@ class _Records:
     def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
         return self._whole.read([window % len(self._whole) for window in windows])
 
+    def begins(self, windows: Sequence[int]) -> Tokens:
+        return self._whole.begins([window % len(self._whole) for window in windows])
+
     def learned(self, windows: Sequence[int]) -> int:
         return self._whole.learned([window % len(self._whole) for window in windows])
 
@@ -237,21 +256,34 @@ class _Stream:
     def read(self, windows: Sequence[int]) -> tuple[Tokens, None]:
         rows = np.empty((len(windows), self._seq + 1), np.int64)
         for row, window in zip(rows, windows, strict=True):
-            self._read(row, window * self._seq)
+            self._read(row, window)
         return rows, None
+
+    def begins(self, windows: Sequence[int]) -> Tokens:
+        begins = np.empty((len(windows), self._seq), np.int64)
+        for row, window in zip(begins, windows, strict=True):
+            row[:] = begins_of(
+                [place - self._part.read_before for place, _ in self._placed(window)], self._seq
+            )
+        return begins
 
     def learned(self, windows: Sequence[int]) -> int:
         return len(windows) * self._seq
 
-    def _read(self, row: Tokens, begin: int) -> None:
-        """Fill the row with the stream's tokens from `begin` - 1 on."""
+    def _read(self, row: Tokens, window: int) -> None:
         # The token before the first target is its input; the stream begins with an imagined end token.
         row[0] = self._part.end
+        for place, piece in self._placed(window):
+            row[place : place + piece.length] = self._part.tokens[piece.first : piece.last]
+
+    def _placed(self, window: int) -> Iterator[tuple[int, _Piece]]:
+        """The pieces of a window's tokens, [seq + 1], each with its place among them."""
+        begin = window * self._seq
         place = 1 if begin == 0 else 0
         for piece in self._pieces(max(begin - 1, 0), begin + self._seq):
-            row[place : place + piece.last - piece.first] = self._part.tokens[piece.first : piece.last]
-            place += piece.last - piece.first
-        assert place == len(row), (place, len(row))
+            yield place, piece
+            place += piece.length
+        assert place == self._seq + 1, (place, self._seq)
 
     def _pieces(self, begin: int, end: int) -> list[_Piece]:
         """The stream's tokens [begin, end), as pieces of documents."""
@@ -282,6 +314,10 @@ class _Piece:
     document: int
     first: int  # index in part.tokens
     last: int
+
+    @property
+    def length(self) -> int:
+        return self.last - self.first
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Part:
     text_bytes: int  # of the text that the tokens were made from; of records, only that of the answers
     learned: npt.NDArray[np.bool_] | None = None  # [number of tokens], mapped too; None: all are learned
     learned_tokens: int = 0  # if only answers are
+    begin: int | None = None  # id of the token at the beginning of each document, if there is one
     source: str = ""  # its name, if this is only what the part has of one of several sources
     divided: tuple[Part, ...] = ()  # the same by source, if there are several
 
@@ -64,6 +65,12 @@ class Part:
     def targets(self) -> int:
         """Tokens that are learned."""
         return len(self.tokens) if self.learned is None else self.learned_tokens
+
+    @property
+    def read_before(self) -> int:
+        """Tokens before a document that it is read with: the end token of the one before, unless it has a
+        begin token of its own."""
+        return 1 if self.begin is None else 0
 
     @property
     def documents(self) -> int:
@@ -97,9 +104,7 @@ def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
     folder = Path(folder)
     manifest = _manifest(folder)
     made_from, dtype = manifest["made_from"], np.dtype(manifest["dtype"])
-    train, validation = (
-        _open_part(folder, name, dtype, made_from["end"], manifest[name], verify) for name in PARTS
-    )
+    train, validation = (_open_part(folder, name, dtype, made_from, manifest[name], verify) for name in PARTS)
     return TokenFiles(
         folder=folder,
         train=train,
@@ -146,7 +151,12 @@ def _content(manifest: Mapping[str, Any]) -> list[Any]:
 
 
 def _open_part(
-    folder: Path, name: str, dtype: np.dtype[Any], end: int, counts: dict[str, Any], verify: bool
+    folder: Path,
+    name: str,
+    dtype: np.dtype[Any],
+    made_from: Mapping[str, Any],
+    counts: dict[str, Any],
+    verify: bool,
 ) -> Part:
     tokens = _map(folder / f"{name}.bin", dtype, counts["tokens"])
     path = folder / f"{name}.idx"
@@ -162,7 +172,10 @@ def _open_part(
     learned = None
     if ANSWERS in counts["checksums"]:
         learned = _map(folder / f"{name}.{ANSWERS}", np.dtype(np.bool_), counts["tokens"])
-    part = Part(name, tokens, offsets, end, counts["bytes"], learned, counts.get("learned", 0))
+    part = Part(
+        name, tokens, offsets, made_from["end"], counts["bytes"], learned, counts.get("learned", 0),
+        begin=made_from.get("begin"),
+    )  # fmt: skip
     return replace(part, divided=tuple(_divided(part, counts.get(SOURCES, {}))))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from imece.data.begins import begins_of
 from imece.data.tokens import Part
 from imece.errors import UserError
 
@@ -61,6 +62,12 @@ class WholeWindows:
                 count[place : place + len(tokens)] = self._learned(record)
                 place += len(tokens)
         return rows, counts
+
+    def begins(self, windows: Sequence[int]) -> npt.NDArray[np.int64]:
+        """As `Batches.begins`, of windows: [windows, seq]."""
+        lengths = np.diff(self.part.offsets)
+        rows = [begins_of([0, *np.cumsum(lengths[self.documents(each)])], self.seq) for each in windows]
+        return np.array(rows, np.int64).reshape(len(windows), self.seq)
 
     def _learned(self, record: int) -> npt.NDArray[np.bool_]:
         assert self.part.learned is not None

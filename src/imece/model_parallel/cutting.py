@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imece.listing import kind_of
-from imece.models.transformer import Transformer, rotation_at
+from imece.models.transformer import Transformer, rotation_at, visible_from
 
 Values = tuple[Tensor, ...]
 
@@ -29,6 +29,8 @@ class Pieces(Protocol):
 
     costs: list[float]
     """Cost of each piece in a step, in any unit."""
+    takes_begins: bool
+    """Whether stages take the `begins` of a Transformer."""
 
     def named(self, which: range) -> dict[str, nn.Module]:
         """The modules of these pieces, by their names in the model."""
@@ -154,6 +156,8 @@ def names_in(named: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 class _OfSequential:
+    takes_begins = False
+
     def __init__(self, model: nn.Sequential) -> None:
         self._named = dict(model._modules)  # named_children() leaves out repeats
         self.costs = [
@@ -197,6 +201,8 @@ class _OfTransformer:
     """The pieces of a Transformer: the blocks, the first with the embedding, and as the last piece the
     head."""
 
+    takes_begins = True
+
     def __init__(self, model: Transformer) -> None:
         config, self._model = model.config, model
         costs = []  # multiplications per token
@@ -229,24 +235,26 @@ class _TransformerStage(nn.Module):
         super().__init__()
         self._model, self._length = [model], length  # in a list, so that it is no child module
         layers = model.config.layers
-        self.begins, self.ends = 0 in which, layers in which
+        self.is_first, self.is_last = 0 in which, layers in which
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in which if layer < layers)
-        if self.begins or (self.ends and model.config.tied_head):
+        if self.is_first or (self.is_last and model.config.tied_head):
             self.embed = model.embed
-        if self.ends:
+        if self.is_last:
             self.norm = model.norm
             if not model.config.tied_head:
                 self.head = model.head
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, begins: Tensor | None = None) -> Tensor:
+        """begins: as for the model, on every stage."""
         model: Any = self._model[0]
-        if self.begins:
+        if self.is_first:
             model._check_room(x, None)
             x = self.embed(x)
         rotation = rotation_at(model.config, torch.arange(self._length, device=x.device))
+        visible = visible_from(begins) if begins is not None else None
         for block in self.blocks:
-            x = model.through(block, x, rotation)
-        if not self.ends:
+            x = model.through(block, x, rotation, None, visible)
+        if not self.is_last:
             return x
         x = self.norm(x)
         return cast(Tensor, self.embed.as_head(x) if model.config.tied_head else self.head(x))

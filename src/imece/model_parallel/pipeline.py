@@ -90,6 +90,7 @@ class Pipeline:
         self.part.place = self._place()
         self._wrapper: Any = None  # what `parallelize` made of the part
         self._coming: set[int] = set()  # stages of this rank that still have backwards to begin
+        self._begins: Sequence[Tensor] | None = None  # of each micro-batch
         self.part.owner = weakref.WeakMethod(self._take)
         self.part.to(mesh.device)
         for group in dict.fromkeys((self._group, self._messages)):
@@ -103,11 +104,14 @@ class Pipeline:
         make = functools.partial(Pipeline._make_schedule, weakref.proxy(self))
         self._schedule_for = functools.lru_cache(_KEPT)(make)
 
-    def step(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
+    def step(
+        self, inputs: Tensor | Sequence[Tensor], targets: Tensor, *, begins: Tensor | None = None
+    ) -> Tensor:
         """Run forward and backward of a batch, and sum the gradients over the data axes.
 
         All ranks of the pipeline call this with the same batch: the first stage reads the inputs, the last
-        one the targets. Returns the mean loss of the micro-batches, an fp64 scalar, on all of these ranks.
+        one the targets, and all of them `begins`, which is for a Transformer (see its forward). Returns the
+        mean loss of the micro-batches, an fp64 scalar, on all of these ranks.
 
         Inside `part.no_sync()` gradients stay on their rank, and the next step outside adds to them.
 
@@ -118,7 +122,7 @@ class Pipeline:
         """
         self._check_wrapped()
         self._check_frozen()
-        values = self._values(inputs, targets)
+        values = self._values(inputs, targets, begins)
         wrapper = self._wrapper
         reduces = wrapper is None or wrapper.require_backward_grad_sync
         self._shared.before_step()
@@ -126,18 +130,20 @@ class Pipeline:
             wrapper()
             if reduces:
                 wrapper.reducer.begin_several()
-        loss = self._run(values, targets, train=True)
+        loss = self._run(values, targets, begins, train=True)
         if reduces:
             self._shared.sum()
             if wrapper is not None:
                 wrapper.reducer.finish()
         return self._told(loss)
 
-    def evaluate(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
+    def evaluate(
+        self, inputs: Tensor | Sequence[Tensor], targets: Tensor, *, begins: Tensor | None = None
+    ) -> Tensor:
         """Like `step`, without gradients."""
-        values = self._values(inputs, targets)
+        values = self._values(inputs, targets, begins)
         with torch.no_grad():
-            return self._told(self._run(values, targets, train=False))
+            return self._told(self._run(values, targets, begins, train=False))
 
     @property
     def stages(self) -> list[range]:
@@ -174,7 +180,7 @@ class Pipeline:
     def _parameters_of(self, stage: int) -> list[nn.Parameter]:
         return [each for module in self._named[stage].values() for each in module.parameters()]
 
-    def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Values:
+    def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor, begins: Tensor | None) -> Values:
         """The inputs. ValueError unless all can be split alike; UserError unless all ranks have the same."""
         given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         values = tuple(each.contiguous() for each in given)  # torch 2.11 accepts only contiguous ones
@@ -183,9 +189,15 @@ class Pipeline:
             raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
         if others := [each.shape[0] for each in values if each.shape[0] != size]:
             raise ValueError(f"inputs of a batch of {others[0]}, and targets of one of {size}")
+        if begins is not None and not self._pieces.takes_begins:
+            raise ValueError("begins are for an imece Transformer, which this pipeline was not cut from")
+        if begins is not None and begins.shape != targets.shape:
+            raise ValueError(
+                f"begins has shape {list(begins.shape)}; targets have {list(targets.shape)}, and so must it"
+            )
         if not self._compared and self._group.size() > 1:
             self._compared = True
-            content = content_of(plain_tensors((values, targets)))
+            content = content_of(plain_tensors((values, targets, begins)))
             check_alike(content, self._group, self.mesh.device, "pipeline")
         return values
 
@@ -205,7 +217,7 @@ class Pipeline:
                     "other ranks do not know: freeze before that, or leave some of it unfrozen"
                 )
 
-    def _run(self, values: Values, targets: Tensor, *, train: bool) -> Tensor | None:
+    def _run(self, values: Values, targets: Tensor, begins: Tensor | None, *, train: bool) -> Tensor | None:
         """The mean loss, on the ranks that know it."""
         device = self.mesh.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -213,6 +225,7 @@ class Pipeline:
         schedule = self._schedule_for(alike, tuple(each.dtype for each in values), cast, train)
         last = self._mine[-1] == len(self._dealt) - 1
         self._coming = set(self._mine)
+        self._begins = begins.chunk(self.micro_batches) if begins is not None else None
         losses: list[Tensor] | None = [] if last else None
         self.marks.clear()
         self._began = Moment(self.mesh.device), time.perf_counter()
@@ -267,7 +280,12 @@ class Pipeline:
             self._messages,
             self.marks,
             lambda stage: self._before_last(stage),
+            lambda micro_batch: self._beside(micro_batch),
         )
+
+    def _beside(self, micro_batch: int) -> dict[str, Tensor]:
+        """What every stage is given of a micro-batch beside the output of the one before."""
+        return {"begins": self._begins[micro_batch]} if self._begins is not None else {}
 
     def _mean_loss(self, output: Any, targets: Tensor) -> Tensor:
         """The loss of a micro-batch, divided so that all gradients add up to those of the mean."""

@@ -74,12 +74,14 @@ class TimedStage(PipelineStage):
         group: dist.ProcessGroup,
         marks: list[Mark],
         before_last: Callable[[int], None],
+        beside: Callable[[int], dict[str, Tensor]],
     ) -> None:
         """number: of the stage. along: the result of `shapes`. before_last: called with the number before the
-        last backward of a step."""
+        last backward of a step. beside: function of a micro-batch's number that returns what this rank gives
+        to each of its stages by name."""
         inputs, self._agreed = along[number], along[number + 1]
         super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
-        self._marks, self._before_last = marks, before_last
+        self._marks, self._before_last, self._beside = marks, before_last, beside
 
     def forward_one_chunk(
         self,
@@ -89,7 +91,8 @@ class TimedStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         with self._busy("forward", fwd_chunk_id):
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+            beside = {**(kwargs or {}), **self._beside(fwd_chunk_id)}
+            output = super().forward_one_chunk(fwd_chunk_id, args, beside, save_forward_output)
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = ((), [])  # nobody needs it any more
         if not self.is_last:
@@ -133,10 +136,11 @@ def schedule_of(
     group: dist.ProcessGroup,
     marks: list[Mark],
     before_last: Callable[[int], None],
+    beside: Callable[[int], dict[str, Tensor]],
 ) -> Any:
-    """torch's schedule for this rank's stages. along, before_last: as for TimedStage."""
+    """torch's schedule for this rank's stages. along, before_last, beside: as for TimedStage."""
     made = [
-        TimedStage(stage, number, along, device, group, marks, before_last)
+        TimedStage(stage, number, along, device, group, marks, before_last, beside)
         for number, stage in stages.items()
     ]
     if name == "interleaved":

@@ -74,17 +74,25 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
         positions: Tensor | None = None,
+        begins: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of the token that follows each of `tokens` (int64 [B, T]).
 
         cache: the tokens come after those that it holds, and are added to it; such logits have no gradient.
         last_only: logits of the last position only, [B, 1, V]. positions: where in a longer sequence the
-        tokens are (int64 [T]), if the caller arranges that attention sees the rest.
+        tokens are (int64 [T]), if the caller arranges that attention sees the rest. begins: for sequences of
+        several documents, the position where that of each token begins (int64 [B, T], at most its own), which
+        is as far back as attention sees; logits are then those of each document alone.
 
         ValueError if tokens is not 2D, or for more positions than max_seq or the cache has room for. With
-        positions: ValueError if their number is not T, with a cache, or if layers have windows.
+        positions: ValueError if their number is not T, with a cache, or if layers have windows. With begins:
+        ValueError if their shape is not that of tokens, with a cache or with positions.
         """
         self._check_room(tokens, cache)
+        visible = None
+        if begins is not None:
+            self._check_begins(begins, tokens, cache, positions)
+            visible = visible_from(begins)
         if positions is None:
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -95,7 +103,7 @@ class Transformer(nn.Module):
             x = self.embed(tokens)
             rotation = rotation_at(self.config, positions)
             for block in self.blocks:
-                x = self.through(block, x, rotation, cache)
+                x = self.through(block, x, rotation, cache, visible)
             x = self.norm(x[:, -1:] if last_only else x)
             logits = self.embed.as_head(x) if self.config.tied_head else self.head(x)
         if cache is not None:
@@ -103,12 +111,17 @@ class Transformer(nn.Module):
         return cast(Tensor, logits)
 
     def through(
-        self, block: nn.Module, x: Tensor, rotation: Rotation, cache: KVCache | None = None
+        self,
+        block: nn.Module,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KVCache | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         """The residual x after `block`, computed as in `forward`."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return cast(Tensor, checkpoint(block, x, rotation, use_reentrant=False))
-        return cast(Tensor, block(x, rotation, cache))
+            return cast(Tensor, checkpoint(block, x, rotation, None, visible, use_reentrant=False))
+        return cast(Tensor, block(x, rotation, cache, visible))
 
     def loss(
         self, tokens: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean"
@@ -133,6 +146,17 @@ class Transformer(nn.Module):
             )
         if tokens.shape[0] != cache.batch:
             raise ValueError(f"tokens has {tokens.shape[0]} sequences; the cache has {cache.batch}")
+
+    def _check_begins(
+        self, begins: Tensor, tokens: Tensor, cache: KVCache | None, positions: Tensor | None
+    ) -> None:
+        if cache is not None or positions is not None:
+            other = "a cache" if cache is not None else "positions"
+            raise ValueError(f"begins beside {other}, whose tokens see others than these: leave one out")
+        if begins.shape != tokens.shape:
+            raise ValueError(
+                f"begins has shape {list(begins.shape)}; tokens have {list(tokens.shape)}, and so must it"
+            )
 
     def _check_positions(self, positions: Tensor, tokens: Tensor, cache: KVCache | None) -> None:
         if cache is not None:
@@ -160,13 +184,16 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attention(x, rotation, cache)
+    def forward(
+        self, x: Tensor, rotation: Rotation, cache: KVCache | None = None, visible: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.attention(x, rotation, cache, visible)
         return cast(Tensor, x + self.mlp(x))
 
 
 class Attention(nn.Module):
-    """Each position attends to itself and those before it. `layer` is this module's part of a cache."""
+    """Each position attends to itself and those before it, or of these to the `visible` ones (bool [B, 1, T,
+    T], of queries and keys). `layer` is this module's part of a cache."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
@@ -184,7 +211,9 @@ class Attention(nn.Module):
             self.k_norm = _HeadNorm(config.head_width, eps=config.norm_eps)
         self.out = _Linear(config.q_width, config.width, config.out_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, cache: KVCache | None = None, visible: Tensor | None = None
+    ) -> Tensor:
         x = self.norm(x)
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [B, heads or kv_heads, T, ...]
@@ -197,12 +226,15 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         new, seen = q.shape[2], k.shape[2]
-        mask, windowed = None, self.window is not None and seen > self.window
+        mask, windowed = visible, self.window is not None and seen > self.window
         # is_causal counts from the first key, so it would hide most of the cache from the new tokens.
-        if windowed or (cache is not None and 1 < new < seen):
+        if mask is None and (windowed or (cache is not None and 1 < new < seen)):
             mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
-            if self.window is not None:
-                mask = mask.triu(seen - new - self.window + 1)
+        if mask is not None and self.window is not None:
+            mask = mask.triu(seen - new - self.window + 1)
+        if mask is not None and cache is None and q.shape[1] != k.shape[1]:
+            # On a GPU only the kernel that writes all scores to memory takes a mask and fewer heads of keys.
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
         # Without a cache nothing is compared: torch.compile cannot decide the comparison for dynamic lengths.
         causal = mask is None and (cache is None or new == seen)
         mixed = F.scaled_dot_product_attention(
@@ -268,6 +300,13 @@ class KVCache:
             self._keys[layer, :, :heads, :end].to(keys.dtype),
             self._values[layer, :, :heads, :end].to(values.dtype),
         )
+
+
+def visible_from(begins: Tensor) -> Tensor:
+    """Whether each position sees each other, bool [B, 1, T, T]: those before it, back to its `begins` (int64
+    [B, T])."""
+    at = torch.arange(begins.shape[1], device=begins.device)
+    return ((at <= at[:, None]) & (at >= begins[:, :, None]))[:, None]
 
 
 def rotation_at(config: TransformerConfig, positions: Tensor) -> Rotation:

@@ -15,14 +15,17 @@ from torch import nn
 
 from imece.data_parallel.compiled import compile_blocks
 from imece.errors import UserError
-from imece.models.transformer import Block, Transformer, rotation_at
+from imece.models.transformer import Block, Transformer, rotation_at, visible_from
 from imece.train.batch import BatchPlan
 from imece.train.precision import Precision
 from imece.writing import NO_SPACE, NOT_ALLOWED
 
 
-def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, device: torch.device) -> float:
-    """Compile the blocks of a model that is not wrapped yet, for `device`; returns the seconds.
+def compile_now(
+    model: Transformer, plan: BatchPlan, precision: Precision, device: torch.device, separate: bool = False
+) -> float:
+    """Compile the blocks of a model that is not wrapped yet, for `device`; returns the seconds. separate:
+    whether attention stays within a document.
 
     Runs one block of each kind, for all blocks that share its code. It gets memory of its own, because the
     model may have none yet.
@@ -38,9 +41,9 @@ def compile_now(model: Transformer, plan: BatchPlan, precision: Precision, devic
     try:
         with torch.compiler.set_stance("default"):  # an earlier session in this process may have set another
             for block in blocks:
-                _run_a_block(model, block, plan, precision, device)
+                _run_a_block(model, block, plan, precision, device, separate)
             if not model.embed.weight.requires_grad:  # then the first block's input needs no gradient
-                _run_a_block(model, blocks[0], plan, precision, device, wants_gradient=False)
+                _run_a_block(model, blocks[0], plan, precision, device, separate, wants_gradient=False)
     except BackendCompilerFailed as error:
         inner = error.inner_exception
         mend = "on a CPU torch wants a C++ compiler, such as g++, on a GPU triton: install it"
@@ -73,12 +76,15 @@ def _run_a_block(
     plan: BatchPlan,
     precision: Precision,
     device: torch.device,
+    separate: bool,
     wants_gradient: bool = True,
 ) -> None:
     """Run forward and backward as in training. wants_gradient: whether the block's input needs a gradient."""
     residual = torch.zeros(plan.micro, plan.seq, model.config.width, device=device)
     residual.requires_grad_(wants_gradient)
-    rotation = rotation_at(model.config, torch.arange(plan.seq, device=device))
+    at = torch.arange(plan.seq, device=device)
+    rotation = rotation_at(model.config, at)
+    visible = visible_from(torch.zeros_like(at).expand(plan.micro, -1)) if separate else None
     with precision.autocast():
-        out = model.through(block, residual.clone(), rotation)
+        out = model.through(block, residual.clone(), rotation, None, visible)
     torch.autograd.grad(out.sum(), [each for each in (residual, *block.parameters()) if each.requires_grad])

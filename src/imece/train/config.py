@@ -130,6 +130,11 @@ class ModelSection:
         }
 
 
+def separates(format: Format) -> bool:
+    """Whether documents of this format are separate by default."""
+    return format != "text"
+
+
 @dataclass(frozen=True)
 class DataSection:
     """The text and its tokenizer."""
@@ -155,6 +160,9 @@ class DataSection:
     """Share of the documents that is only for validation, chosen by their content."""
     validation: tuple[str, ...] = ()
     """Text that is only for validation, instead of that share; named as for --data."""
+    separate: bool | None = None
+    """Attention stays within a document or record, instead of crossing from one to the next in a sequence.
+    Default: records are separate, texts are not."""
     folder: str = ""
     """Folder for the token files, which runs on the same text can share. Default: the run folder."""
 
@@ -172,14 +180,20 @@ class DataSection:
             validation=self.validation,
         )  # fmt: skip
 
+    @property
+    def separates(self) -> bool:
+        """Whether attention stays within a document."""
+        return separates(self.format) if self.separate is None else self.separate
+
     def absolute(self) -> DataSection:
-        """The same with absolute paths, so that they are valid wherever a later command starts, and the names
-        of the fields."""
+        """The same with absolute paths, so that they are valid wherever a later command starts, and with what
+        else is usual by name."""
         is_path = self.tokenizer not in ("bpe", "bytes", OF_MODEL)
         return dataclasses.replace(
             self,
             paths=tuple(map(absolute_name, self.paths)),
             field=self.source().fields,
+            separate=self.separates,
             validation=tuple(map(absolute_name, self.validation)),
             tokenizer=_absolute(self.tokenizer) if is_path else self.tokenizer,
             folder=_absolute(self.folder),

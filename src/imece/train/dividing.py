@@ -62,6 +62,11 @@ def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> No
             f"{asked} and --lora.rank {config.lora.rank}: adapters are not divided: leave one out"
         )
     if config.mesh.context > 1:
+        if config.data.separates:
+            raise UserError(
+                f"{asked}: the ring between ranks attends over whole sequences, and documents are to be "
+                "separate in them: --data.separate False, or leave that option out"
+            )
         _check_sequences(asked, shape, seq, config.mesh.context)
     if config.mesh.tensor > 1:
         _check_matrices(asked, config, shape, seq)

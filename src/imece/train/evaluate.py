@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from imece.data.batches import IGNORE, Tokens, inputs_and_targets
+from imece.data.begins import begins_of
 from imece.data.tokens import Part
 from imece.data.whole_windows import WholeWindows
 from imece.model_parallel.vocabulary import cross_entropy
 from imece.train.precision import Precision
 from imece.train.sending import sent
+
+Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Nats of the targets that count, an fp64 scalar, from inputs, targets and begins, as Transformer has it."""
 
 
 @torch.no_grad()
@@ -29,7 +33,8 @@ def evaluate(
     rank: int = 0,
     world_size: int = 1,
     most_tokens: int = 0,
-    nats: Callable[[Tensor, Tensor], Tensor] | None = None,
+    nats: Nats | None = None,
+    separate: bool = False,
 ) -> tuple[float, int]:
     """(nats, tokens): this rank's share, to be summed over the ranks.
 
@@ -37,7 +42,8 @@ def evaluate(
     that hold them whole, and only answers count. Each token counts once; the token before a text's first is
     an end token, as in training.
     most_tokens: reads windows of only this many tokens, at equal distances over the part; 0: all. nats:
-    function of (inputs, targets) that replaces `summed`; the model then only tells the device.
+    replaces `summed`; the model then only tells the device. separate: whether attention stays within a
+    document.
 
     All ranks make equally many forwards, because gathered parameters need that: some make an extra one that
     does not count.
@@ -56,16 +62,23 @@ def evaluate(
         numbers = range(first, min(first + batch, chosen))  # empty for the last ranks in the last round
         read = [number * windows // chosen for number in numbers]
         inputs, targets = _windows(part, seq, read) if whole is None else _whole_windows(whole, read)
-        total += nats(*(sent(torch.from_numpy(each), device) for each in (inputs, targets)))
+        begins = None
+        if separate:
+            array = _begins(part, seq, read) if whole is None else whole.begins(read or [0])
+            begins = sent(torch.from_numpy(array), device)
+        read_in, wanted = (sent(torch.from_numpy(each), device) for each in (inputs, targets))
+        total += nats(read_in, wanted, begins)
         tokens += int((targets != IGNORE).sum())
     model.train(was_training)
     return float(total), tokens
 
 
-def summed(model: nn.Module, precision: Precision, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats of the targets (int64 [B, T]) that count, an fp64 scalar."""
+def summed(
+    model: nn.Module, precision: Precision, inputs: Tensor, targets: Tensor, begins: Tensor | None
+) -> Tensor:
+    """`Nats` of a model (each int64 [B, T])."""
     with precision.autocast():
-        logits = model(inputs)
+        logits = model(inputs, begins=begins)
     return cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum").double()
 
 
@@ -117,6 +130,17 @@ def _windows(part: Part, seq: int, numbers: Sequence[int]) -> tuple[Tokens, Toke
         if number:
             inputs[row, 0] = part.tokens[number * seq - 1]
     return inputs, targets
+
+
+def _begins(part: Part, seq: int, numbers: Sequence[int]) -> Tokens:
+    """The begins of the inputs of `_windows`."""
+    begins = np.zeros((max(1, len(numbers)), seq), np.int64)
+    starts = part.offsets - part.read_before + 1  # in the inputs of the whole part, which an end token begins
+    for row, number in zip(begins, numbers, strict=False):
+        first = number * seq
+        low, high = np.searchsorted(starts, [first, first + seq])
+        row[:] = begins_of(starts[low:high] - first, seq)
+    return begins
 
 
 def _whole_windows(whole: WholeWindows, numbers: Sequence[int]) -> tuple[Tokens, Tokens]:

@@ -206,6 +206,7 @@ class Loop:
                 world_size=group.size(),
                 most_tokens=of_each(part, most_tokens),
                 nats=session.step.passes.nats,
+                separate=session.config.data.separates,
             )
             for each in part.sources
         ]

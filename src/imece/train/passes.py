@@ -35,6 +35,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # int64 [micro, seq / context]
     tokens: int  # targets that count; with context some ranks may have none
     place: int  # of the first sequence in the global batch
+    begins: Tensor | None  # int64 [micro, seq]: where each input's document does; None: attention crosses
 
 
 class Brought(NamedTuple):
@@ -52,8 +53,9 @@ class Passes(Protocol):
         Returns the nats of this rank's targets that count, an fp64 scalar. weight: all targets of the global
         batch by those that count."""
 
-    def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Nats of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]."""
+    def nats(self, inputs: Tensor, targets: Tensor, begins: Tensor | None) -> Tensor:
+        """Nats of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]; begins:
+        as of a MicroBatch."""
 
     def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
         """For each micro-batch what it yields alone, or None if that is finite. Nothing is summed, and only
@@ -90,7 +92,8 @@ class InTurn:
             draws(each.place)
             with contextlib.nullcontext() if last else self._model.no_sync(), self._context:
                 with self._clock.phase("forward"), self._precision.autocast():
-                    loss = mean_nats(self._model(each.inputs, positions=self._positions), each.targets)
+                    logits = self._model(each.inputs, positions=self._positions, begins=each.begins)
+                    loss = mean_nats(logits, each.targets)
                 with self._clock.phase("backward"):
                     weighed = self._model.weigh(loss, each.tokens)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
@@ -101,8 +104,8 @@ class InTurn:
             self._clock.exposed(trace.exposed_s, self._model.backward_computed)
         return nats
 
-    def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return summed(self._model.module, self._precision, inputs, targets)
+    def nats(self, inputs: Tensor, targets: Tensor, begins: Tensor | None) -> Tensor:
+        return summed(self._model.module, self._precision, inputs, targets, begins)
 
     def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
         return [self._brought(each, draws) for each in micro_batches]
@@ -112,7 +115,7 @@ class InTurn:
         draws(each.place)
         with self._context:
             with self._precision.autocast():
-                logits = self._model.module(each.inputs, positions=self._positions)
+                logits = self._model.module(each.inputs, positions=self._positions, begins=each.begins)
                 loss = mean_nats(logits, each.targets)
             gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         names = not_finite(dict(zip(named, gradients, strict=True)))
@@ -160,20 +163,21 @@ class InPipeline:
             scaler.scale(torch.zeros((), device=self._model.device))  # all stages unscale, one has the loss
             scale = scaler.get_scale()
         with self._clock.phase("exposed"), self._precision.autocast():
-            inputs, targets = _joined(micro_batches)
+            inputs, targets, begins = _joined(micro_batches)
             self._loss.weight = weight
-            loss = self._pipeline.step(inputs, targets)
+            loss = self._pipeline.step(inputs, targets, begins=begins)
         self._clock.busy(self._pipeline.marks)
         return loss / scale / weight * targets.numel()
 
-    def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def nats(self, inputs: Tensor, targets: Tensor, begins: Tensor | None) -> Tensor:
         count = self._pipeline.micro_batches
         lacking = -len(inputs) % count
         if lacking:
-            inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
+            inputs = _with_more(inputs, lacking)
             targets = torch.cat([targets, torch.full_like(targets[:1], IGNORE).expand(lacking, -1)])
+            begins = _with_more(begins, lacking) if begins is not None else None
         with self._precision.autocast():
-            return self._pipeline.evaluate(inputs, targets) * targets.numel()
+            return self._pipeline.evaluate(inputs, targets, begins=begins) * targets.numel()
 
     def not_finite(self, micro_batches: Sequence[MicroBatch], draws: Draws) -> list[Brought | None]:
         """Each stage sees the gradients of one micro-batch after the other, in order."""
@@ -182,7 +186,8 @@ class InPipeline:
         self._loss.heard = losses
         try:
             with self._listening(found), self._model.no_sync(), self._precision.autocast():
-                self._pipeline.step(*_joined(micro_batches))
+                inputs, targets, begins = _joined(micro_batches)
+                self._pipeline.step(inputs, targets, begins=begins)
         finally:
             self._loss.heard = None
         names = [[name for name in trained(self._model) if name in each] for each in found]
@@ -215,6 +220,13 @@ def not_finite(tensors: dict[str, Tensor | None]) -> list[str]:
     return [name for name, each in tensors.items() if each is not None and not bool(each.isfinite().all())]
 
 
-def _joined(micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+def _joined(micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, targets and begins of all of them."""
     inputs, targets = ([getattr(each, name) for each in micro_batches] for name in ("inputs", "targets"))
-    return torch.cat(inputs), torch.cat(targets)
+    begins = [each.begins for each in micro_batches if each.begins is not None]
+    return torch.cat(inputs), torch.cat(targets), torch.cat(begins) if begins else None
+
+
+def _with_more(tensor: Tensor, count: int) -> Tensor:
+    """The rows of a tensor, and so many more of its first."""
+    return torch.cat([tensor, tensor[:1].expand(count, -1)])

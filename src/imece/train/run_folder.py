@@ -90,7 +90,10 @@ class RunFolder:
             raise UserError(
                 f"{self.path}: cannot be read ({error.strerror}): check the path and its permissions"
             ) from error
-        return read_toml(self.config_file)
+        config = read_toml(self.config_file)
+        if config.data.separate is None:  # begun by an older version, in which nothing was
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, separate=False))
+        return config
 
     def begin(self, config: TrainConfig, lock: RunLock | None = None) -> bytes | None:
         """Make the folder, or go on with the run in it. From then on `config` is its config, with absolute

@@ -112,7 +112,8 @@ class Session:
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
-            compile_s = together(mesh, lambda: compile_now(model, plan, precision, mesh.device))
+            separate = config.data.separates
+            compile_s = together(mesh, lambda: compile_now(model, plan, precision, mesh.device, separate))
         scaler = precision.scaler()
         loss = StageLoss(scaler)
         pipeline = together(mesh, lambda: dealt(model, config, plan, mesh, loss))
@@ -141,7 +142,10 @@ class Session:
             config, folder, mesh, prepared, plan, precision, machine, model, wrapped, optimizers, batches,
             clock,
             state,
-            Step(wrapped, optimizers, batches, plan, passes, scaler, clip, clock, context, mesh),
+            Step(
+                wrapped, optimizers, batches, plan, passes, scaler, clip, clock, context, mesh,
+                config.data.separates,
+            ),
             alarms,
             compile_s=compile_s,
             base=state.base_digest() if config.lora.rank else "",

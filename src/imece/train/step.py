@@ -75,15 +75,17 @@ class Step:
         clock: Clock,
         context: ContextParallel,
         mesh: Mesh,
+        separate: bool = False,
     ) -> None:
-        """scaler: of fp16; the passes use the same one."""
+        """scaler: of fp16; the passes use the same one. separate: whether attention stays within a document;
+        not with context."""
         self._model, self._optimizers = model, optimizers
         self._context, self._mesh = context, mesh
         together = ("pipeline", "context", "tensor")
         several = any(mesh.size(axis) > 1 for axis in together)
         self._together = mesh.group(*together) if several else None  # ranks that make each forward together
         self._batches, self._plan, self.passes = batches, plan, passes
-        self._scaler, self._clip, self._clock = scaler, clip, clock
+        self._scaler, self._clip, self._clock, self._separate = scaler, clip, clock, separate
         self.meanwhile: Callable[[], None] = lambda: None
         """Called once everything before the update is queued on a GPU."""
         self.when_summed: Callable[[], None] = lambda: None
@@ -100,7 +102,8 @@ class Step:
         ahead, self._ahead = self._ahead, None
         own = ahead[1] if ahead is not None and ahead[0] == index else self._read(index)
         # Repeats a sequence of its own: it adds nothing that is not finite unless it already did.
-        ignored = MicroBatch(own[0].inputs[:1], own[0].targets[:1], 0, own[0].place)
+        begins = own[0].begins[:1] if own[0].begins is not None else None
+        ignored = MicroBatch(own[0].inputs[:1], own[0].targets[:1], 0, own[0].place, begins)
         micro_batches = own + [ignored] * (self._plan.accumulation - len(own))
         weight = self._plan.tokens / max(1, self._batches.learned(index))
         found = self.passes.gradients(micro_batches, self._draws(index), weight)
@@ -176,11 +179,13 @@ class Step:
             both = self._batches.for_rank(index, rank, self._plan.ranks)
             parts = [self._context.part(torch.from_numpy(each)) for each in both]
             counts = [int((each != IGNORE).sum()) for each in parts[1].split(micro)]  # before a GPU has it
-            inputs, targets = (sent(each, self._model.device) for each in parts)
+            if self._separate:
+                parts.append(torch.from_numpy(self._batches.begins(index, rank, self._plan.ranks)))
+            inputs, targets, *more = (sent(each, self._model.device).split(micro) for each in parts)
+            begins = more[0] if more else [None] * len(inputs)
             first, _ = rows(self._plan.sequences, rank, self._plan.ranks)
-            places = range(first, first + len(inputs), micro)
-            each = zip(inputs.split(micro), targets.split(micro), counts, places, strict=True)
-            return list(starmap(MicroBatch, each))
+            places = range(first, first + len(both[0]), micro)
+            return list(starmap(MicroBatch, zip(inputs, targets, counts, places, begins, strict=True)))
 
     def _norm(self) -> Tensor:
         if self._scaler is not None:
