@@ -26,7 +26,7 @@ _RANKS = _BASE | {
     "footprint",
     "world",
     "axes",
-    "cores",
+    "control_groups",
     "store",
     "status",
     "device",
@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "footprint": _BASE,
     "world": _BASE,
     "axes": _BASE,
-    "cores": _BASE,
+    "control_groups": _BASE,
     "store": _BASE | {"world"},
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's
     "models": _BASE,
-    "observe": {"cores", "writing"},
+    "observe": {"control_groups", "writing"},
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN | {"plan"},
@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"data_parallel.sharding.cast", "data_parallel.sharding.offload", "data_parallel.strategy"}
     | {"observe.visible", "train.config", "train.config_file"},
     # Outside the ranks: never the engine.
-    "launch": _BASE | {"world", "cores", "store", "status", "membership.roster", "membership.where"},
+    "launch": _BASE | {"world", "control_groups", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE
     | {
         "layout",

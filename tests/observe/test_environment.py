@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from imece.bench import machine
-from imece.cores import usable_cores
+from imece.control_groups import usable_cores
 from imece.observe import environment
 from imece.observe.environment import cpu_model, version
 

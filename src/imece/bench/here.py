@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import imece
 from imece.collectives.links import measure
-from imece.collectives.shared_memory.cgroup import allowed_bytes
+from imece.control_groups import allowed_bytes
 from imece.launch.spawn import spawn
 from imece.models.cross_entropy import summed_cross_entropy
 from imece.models.presets import preset

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from imece.cores import usable_cores
+from imece.control_groups import usable_cores
 from imece.observe.environment import cpu_model, environment, version
 
 __all__ = ["cpu_model", "describe", "facts", "load", "usable_cores", "version"]

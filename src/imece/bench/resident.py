@@ -1,9 +1,10 @@
-"""Peak resident memory of this process, by the kernel."""
+"""Memory of this process, by the kernel."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from pathlib import Path
 
 
@@ -16,13 +17,21 @@ def peak_from_now_on() -> int | None:
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        return peak_bytes()
-    except (OSError, ValueError):
+    except OSError:
         return None
+    return peak_bytes() or None
 
 
 def peak_bytes() -> int:
-    """The peak of resident memory. ValueError if the kernel does not tell."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak, *_ = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
-    return 1024 * peak
+    """The peak of resident memory; 0 if the kernel does not tell."""
+    return bytes_of("status", "VmHWM")
+
+
+def bytes_of(file: str, name: str) -> int:
+    """A figure of a file in /proc/self; 0 if the kernel does not tell."""
+    try:
+        text = Path(f"/proc/self/{file}").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

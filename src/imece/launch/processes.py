@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.cores import usable_cores
+from imece.control_groups import usable_cores
 from imece.errors import UserError
 from imece.status import Failure
 from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER

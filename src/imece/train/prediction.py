@@ -12,7 +12,7 @@ from typing import Any, cast
 import psutil
 import torch
 
-from imece.collectives.shared_memory.cgroup import allowed_bytes
+from imece.control_groups import allowed_bytes
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh

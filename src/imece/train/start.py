@@ -14,7 +14,7 @@ import torch
 from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
-from imece.cores import usable_cores
+from imece.control_groups import usable_cores
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ import imece
 from imece import heap
 from imece.bench import crew
 from imece.bench.reference_model import MODELS, REFERENCE, batch
+from imece.bench.resident import bytes_of, peak_bytes
 from imece.bench.step.ways import ONE_PROCESS, Builder, Way
 from imece.data_parallel import footprint
 from imece.data_parallel.sharding.cast import MixedPrecision
@@ -80,9 +78,9 @@ class Rank:
             self._finish(way, self._forward(way, tokens))
         loss = self._forward(way, tokens)
         self._ways[way].backward(loss)
-        shared, parts = _bytes("status", "RssShmem"), _bytes("smaps_rollup", "Pss")
+        shared, parts = bytes_of("status", "RssShmem"), bytes_of("smaps_rollup", "Pss")
         self._update(way)
-        return {"peak_bytes": _bytes("status", "VmHWM"), "shared_bytes": shared, "parts_bytes": parts}
+        return {"peak_bytes": peak_bytes(), "shared_bytes": shared, "parts_bytes": parts}
 
     def footprint(
         self, way: str, model: str, bf16: bool, offload: str | None, tokens: int, steps: int
@@ -105,7 +103,7 @@ class Rank:
         counted = footprint.counted(wrapped, optimizers)
         return {
             "parameters": parameters, "predicted": asdict(predicted), "counted": asdict(counted),
-            "peak_bytes": _bytes("status", "VmHWM"),
+            "peak_bytes": peak_bytes(),
         }  # fmt: skip
 
     def chain(self, way: str, parameters: int) -> dict[str, Any]:
@@ -160,16 +158,6 @@ class Chain(nn.Module):
         for factor in self.factors:
             x = x * factor
         return x
-
-
-def _bytes(file: str, name: str) -> int:
-    """A figure of the kernel about this process; 0 if there is none (no /proc)."""
-    try:
-        text = Path(f"/proc/{os.getpid()}/{file}").read_text()
-    except OSError:
-        return 0
-    found = re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
 
 
 if __name__ == "__main__":  # started by a crew

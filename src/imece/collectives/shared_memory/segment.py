@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from imece.collectives.shared_memory.cgroup import limits
+from imece.control_groups import limits
 from imece.errors import CollectiveError, UserError
 
 _MAGIC = 0x696D656365  # "imece"

@@ -1,7 +1,8 @@
-"""Memory limits of containers, jobs and units, found in both versions of cgroups."""
+"""What containers, jobs and units allow: cores and memory, in both versions of control groups."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from imece import control_groups
 from imece.bench import here
-from imece.collectives.shared_memory import cgroup, segment
+from imece.collectives.shared_memory import segment
+from imece.launch.processes import worker_environment
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -21,16 +24,53 @@ Tell = Callable[[str], Path]
 
 @pytest.fixture
 def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Makes /proc/self/cgroup say this, and returns the folder that stands for /sys/fs/cgroup."""
+    """Makes /proc/self/cgroup say this, and returns the folder that stands for /sys/fs/cgroup, on a machine
+    with 64 cores and 9,000 bytes."""
 
     def say(lines: str) -> Path:
         (tmp_path / "proc").write_text(lines)
         return tmp_path
 
-    monkeypatch.setattr(cgroup, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(cgroup, "_TREES", tmp_path)
+    monkeypatch.setattr(control_groups, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(control_groups, "_TREES", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=9000, available=8000))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     return say
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"cpu.{name}").write_text(f"{text}\n")
+
+
+def test_where_nothing_limits_them_cores_are_those_it_may_run_on(tell: Tell, tmp_path: Path) -> None:
+    assert control_groups.usable_cores() == 64, "no control groups"
+    trees = tell("4:memory:/pods/one\n9:cpuset,cpu:/pods/one\n0::/pods/one\n")
+    assert control_groups.usable_cores() == 64
+    write(trees / "pods/one", max="max 100000")
+    write(trees / "cpu/pods/one", cfs_quota_us="-1", cfs_period_us="100000")
+    assert control_groups.usable_cores() == 64
+
+
+@pytest.mark.parametrize(("quota_us", "expected"), [(400_000, 4), (150_000, 1), (20_000, 1), (10**7, 64)])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_quota_of_a_group_or_of_one_above_it(
+    tell: Tell, version: int, quota_us: int, expected: int
+) -> None:
+    if version == 2:
+        trees = tell("0::/pods/one\n")
+        write(trees / "pods/one", max="max 100000")
+        write(trees / "pods", max=f"{quota_us} 100000")
+    else:
+        trees = tell("4:memory:/\n3:cpu,cpuacct:/pods/one\n0::/\n")
+        write(trees / "cpu/pods", cfs_quota_us=str(quota_us), cfs_period_us="100000")
+    assert control_groups.usable_cores() == expected
+
+
+def test_ranks_share_out_the_cores_they_may_use(tell: Tell) -> None:
+    write(tell("0::/\n"), max="800000 100000")
+    assert worker_environment({}, 0, 2, 29500, "job")["OMP_NUM_THREADS"] == "4"
 
 
 def group(folder: Path, names: tuple[str, str, str], most: object, used: int, unused: int) -> None:
@@ -62,9 +102,9 @@ def test_the_least_of_all_groups_above_counts(
     group(job / "step_0", names, NO_LIMIT[names], 500, 0)
     group(job, names, 2000, 1500, 100)
     group(job.parent, names, 3000, 1500, 100)
-    assert (segment.available_bytes(), cgroup.allowed_bytes()) == (600, 2000)
+    assert (segment.available_bytes(), control_groups.allowed_bytes()) == (600, 2000)
     group(job.parent, names, 3000, 2990, 100)  # other jobs
-    assert (segment.available_bytes(), cgroup.allowed_bytes()) == (110, 2000)
+    assert (segment.available_bytes(), control_groups.allowed_bytes()) == (110, 2000)
     group(job, names, 1000, 1500, 100)  # lowered below what is in use
     assert segment.available_bytes() == 0
 
@@ -72,9 +112,9 @@ def test_the_least_of_all_groups_above_counts(
 def test_without_a_limit_it_is_the_machine_s(tell: Tell, tmp_path: Path) -> None:
     for lines in ("", "0::/\n", "0::/not/seen/here\n", "9:cpu:/\n"):
         tell(lines)
-        assert (segment.available_bytes(), cgroup.allowed_bytes()) == (8000, 9000)
+        assert (segment.available_bytes(), control_groups.allowed_bytes()) == (8000, 9000)
     (tmp_path / "proc").unlink()
-    assert (segment.available_bytes(), cgroup.allowed_bytes()) == (8000, 9000)
+    assert (segment.available_bytes(), control_groups.allowed_bytes()) == (8000, 9000)
 
 
 def test_a_container_that_shows_its_own_root_only(tell: Tell) -> None:
