@@ -65,7 +65,7 @@ def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> No
         if config.data.separates:
             raise UserError(
                 f"{asked}: the ring between ranks attends over whole sequences, and documents are to be "
-                "separate in them: --data.separate False, or leave that option out"
+                "separate in them: --data.separate False, or --mesh.context 1"
             )
         _check_sequences(asked, shape, seq, config.mesh.context)
     if config.mesh.tensor > 1:
