@@ -6,10 +6,15 @@ from collections import UserDict
 
 from torch import nn
 
-from imece.listing import kind_of
+from imece.listing import kind_of, size_text
 
 
 def test_a_or_an_goes_by_the_sound() -> None:
     values: list[object] = [3, [], UserDict(), nn.LSTM(1, 1), nn.MSELoss(), nn.Linear(1, 1)]
     said = ["an int", "a list", "a UserDict", "an LSTM", "an MSELoss", "a Linear"]
     assert [kind_of(each) for each in values] == said
+
+
+def test_sizes_have_the_largest_unit_that_they_fill() -> None:
+    sizes = (8, 1023, 1536, 1023 * 2**10, 6 * 2**20, 2**30)
+    assert [*map(size_text, sizes)] == ["8 bytes", "1023 bytes", "1.5 KiB", "1023 KiB", "6 MiB", "1 GiB"]

@@ -1,4 +1,4 @@
-"""Lists of names, counts and kinds of things, within one line of a message."""
+"""Lists of names, counts, sizes and kinds of things, within one line of a message."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def some(names: Sequence[object], most: int, between: str = ", ") -> str:
 def many(number: int, noun: str) -> str:
     """(1, "host") -> "1 host", (8, "host") -> "8 hosts", (8000, "host") -> "8,000 hosts"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def size_text(nbytes: int) -> str:
+    """1536 -> "1.5 KiB", 1000 -> "1000 bytes"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} bytes"
 
 
 def kind_of(value: object) -> str:

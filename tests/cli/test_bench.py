@@ -142,12 +142,6 @@ def test_what_misses_by_little_does_not_read_as_met(found: float, bound: float, 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert report.read_sizes("1KiB..64KiB,6MiB") == [2**10, 2**12, 2**14, 2**16, 6 * 2**20]
     assert report.read_sizes("8, 2k,2K") == [8, 2048]
-    assert [report.size_text(size) for size in (8, 1536, 6 * 2**20, 2**30)] == [
-        "8 B",
-        "1.5 KiB",
-        "6 MiB",
-        "1 GiB",
-    ]
     for bad in ("", "0", "-1", "1TiB", "1KiB..", "2KiB..1KiB", "1KiB;2KiB", "9" * 40):
         with pytest.raises(UserError):
             report.read_sizes(bad)

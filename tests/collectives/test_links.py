@@ -113,7 +113,7 @@ def test_forced_by_environment() -> None:
 def test_choice_in_words() -> None:
     text = str(choose("all_reduce", 16 * MIB, TWO_HOSTS))
     assert text.startswith("16 MiB all_reduce: hierarchical, 150 ms predicted (ring 212, native 282, "), text
-    assert str(choose("all_reduce", 1000, ONE_HOST)).startswith("1000 B all_reduce: recursive_doubling")
+    assert str(choose("all_reduce", 1000, ONE_HOST)).startswith("1000 bytes all_reduce: recursive_doubling")
 
 
 def test_words() -> None:

@@ -18,14 +18,6 @@ PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
 
 
-def size_text(nbytes: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} B"
-
-
 def read_size(text: str) -> int:
     """ "6MiB" -> 6291456. UserError for anything but a number with B, KiB, MiB or GiB."""
     match = re.fullmatch(r"\s*([0-9]{1,12})\s*([a-zA-Z]*)\s*", text)

@@ -45,6 +45,7 @@ from imece.cli.bench_tensor import TensorOptions
 from imece.cli.doctor import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
+from imece.listing import size_text
 
 _IDLE = ", on an idle machine with two cores"
 
@@ -138,7 +139,7 @@ def _finish_collectives(options: CollectivesOptions, results: Sequence[collectiv
     _write("plot", options.plot, lambda path: plot.draw(results, path, machine.describe()))
     for each in results:
         if not each.right:
-            print(f"WRONG    {each.library} {each.op} of {report.size_text(each.size_bytes)}")
+            print(f"WRONG    {each.library} {each.op} of {size_text(each.size_bytes)}")
 
 
 def _finish_planner(options: PlannerOptions, results: planner.Results) -> None:

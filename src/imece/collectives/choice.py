@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from imece.collectives.link_types import Hosts, Links
 from imece.collectives.schedules import SCHEDULES, cost, nearest
 from imece.errors import UserError
+from imece.listing import size_text
 
 GAIN = 0.9  # a schedule replaces the native way if its time is predicted to be below this share of that
 
@@ -33,8 +34,8 @@ class Choice:
     def __str__(self) -> str:
         rest = ", ".join(f"{name} {_milliseconds(took)}" for name, took in self.others)
         return (
-            f"{_size(self.nbytes)} {self.op}: {self.name}, {_milliseconds(self.predicted_s)} ms {self.why}"
-            + (f" ({rest})" if rest else "")
+            f"{size_text(self.nbytes)} {self.op}: {self.name}, {_milliseconds(self.predicted_s)} ms "
+            f"{self.why}{f' ({rest})' if rest else ''}"
         )
 
 
@@ -150,10 +151,3 @@ def _even(hosts: Hosts) -> bool:
 def _milliseconds(seconds: float) -> str:
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes} B"

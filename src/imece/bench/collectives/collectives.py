@@ -20,11 +20,10 @@ from typing import Any
 from imece.bench.collectives.contenders import LIBRARIES, deepspeed_is_locked, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES
 from imece.bench.crew import Crew, CrewError, slowest
-from imece.bench.report import size_text
 from imece.bench.rounds import turned
 from imece.bench.targets import Verdict, at_least, at_most
 from imece.errors import UserError
-from imece.listing import many
+from imece.listing import many, size_text
 
 LIMIT = "limit"
 _MODULE = "imece.bench.collectives.rank"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.bench.collectives.collectives import Result
-from imece.bench.report import size_text
+from imece.listing import size_text
 from imece.observe.pictures import legend_below, panels, save
 
 # imece's lines are thick, the others thinner; colours also differ in lightness.

@@ -19,10 +19,9 @@ from imece.bench.hosts import tcp
 from imece.bench.hosts.namespaces import ADDRESSES, Hosts, two_hosts
 from imece.bench.hosts.rank import WAYS
 from imece.bench.hosts.step import StepResults
-from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import Verdict, at_least
-from imece.listing import many
+from imece.listing import many, size_text
 
 _MODULE = "imece.bench.hosts.rank"
 PARTS = (1, 2, 4, 8, 16, 32)

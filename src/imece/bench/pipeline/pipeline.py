@@ -13,9 +13,8 @@ from typing import Any
 
 from imece.bench.crew import Crew
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
-from imece.bench.report import size_text
 from imece.control_groups import usable_cores
-from imece.listing import many
+from imece.listing import many, size_text
 from imece.model_parallel.schedules import check_schedule, ideal_bubble
 
 _MODULE = "imece.bench.pipeline.rank"

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from imece.bench.crew import Crew, slowest
-from imece.bench.report import size_text
 from imece.bench.rounds import Taken, alternate
 from imece.bench.tensor.ways import ALONE, WAYS
-from imece.listing import many
+from imece.listing import many, size_text
 
 _MODULE = "imece.bench.tensor.rank"
 _FIRST = 2  # steps: the second loss depends on the first gradients

@@ -20,6 +20,7 @@ import torch
 
 from imece.control_groups import limits
 from imece.errors import CollectiveError, UserError
+from imece.listing import size_text
 
 _MAGIC = 0x696D656365  # "imece"
 _HEADER_BYTES = 4096  # one page, so that what follows is page aligned
@@ -72,8 +73,8 @@ def create(nbytes: int, purpose: str, *, populate: bool = False) -> Segment:
     free_bytes = available_bytes()
     if nbytes > free_bytes:
         raise UserError(
-            f"{purpose} needs {_size(nbytes)} of shared memory and {_size(free_bytes)} are available on "
-            f"this host (pid {os.getpid()}): use fewer ranks, a smaller model or a larger memory limit"
+            f"{purpose} needs {size_text(nbytes)} of shared memory and {size_text(free_bytes)} are available "
+            f"on this host (pid {os.getpid()}): use fewer ranks, a smaller model or a larger memory limit"
         )
     fd = os.memfd_create("imece-segment", os.MFD_CLOEXEC)
     try:
@@ -82,8 +83,8 @@ def create(nbytes: int, purpose: str, *, populate: bool = False) -> Segment:
     except (OSError, ValueError) as error:
         os.close(fd)
         raise UserError(
-            f"{purpose} needs {_size(nbytes)} of shared memory: {error}: raise the limits of this process "
-            "(ulimit -f for its files, ulimit -v for its memory)"
+            f"{purpose} needs {size_text(nbytes)} of shared memory: {error}: raise the limits of this "
+            "process (ulimit -f for its files, ulimit -v for its memory)"
         ) from None
     serial = next(_serials)
     mapped[:24] = b"".join(value.to_bytes(8, "little") for value in (_MAGIC, serial, nbytes))
@@ -135,10 +136,3 @@ def _payload(mapped: mmap.mmap) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     with torch.inference_mode(False):  # the tensor outlives the mode of whoever happens to make it
         return torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEADER_BYTES)
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes} bytes"
