@@ -31,7 +31,7 @@ from imece.cli.bench import BENCHMARKS
 from imece.cli.main import main
 from imece.errors import UserError
 
-EVERY = "imece.bench.every"
+EVERY = "imece.cli.doctor_rank"
 
 
 class Alone(Contender):

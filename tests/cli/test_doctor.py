@@ -19,9 +19,9 @@ import torch
 import imece
 from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
-from imece.bench.every import COLLECTIVES
 from imece.cli import doctor
 from imece.cli.doctor import Finding
+from imece.cli.doctor_rank import COLLECTIVES
 from imece.cli.main import main
 from imece.collectives import ops
 from imece.errors import UserError

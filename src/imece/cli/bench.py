@@ -54,10 +54,8 @@ _IDLE = ", on an idle machine with two cores"
 class Benchmark:
     """One benchmark: its options, how it runs, and how its results are judged."""
 
-    summary: str
-    """One line for the list of all benchmarks."""
     text: str
-    """The text at the top of its own help."""
+    """One line for the list of all benchmarks, and for the top of its own help."""
     options: type[Any]
     """A dataclass with a method plan() and the files to write to."""
     run: Callable[[Any, Callable[[str], None]], Any]
@@ -80,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: imece bench WHAT [options]\n")
         for name, each in BENCHMARKS.items():
-            print(f"  {name:<12} {each.summary}")
+            print(f"  {name:<12} {each.text}")
         print("\nimece bench WHAT --help lists the options of one of them.")
         return 0 if argv else 2
     if argv[0] not in BENCHMARKS:
@@ -150,7 +148,6 @@ def _finish_planner(options: PlannerOptions, results: planner.Results) -> None:
 BENCHMARKS = {
     "collectives": Benchmark(
         "all_reduce and others beside Gloo, MPICH and DeepSpeed",
-        "Time the collectives of one host, one thread a rank, beside other libraries.",
         CollectivesOptions,
         collectives.run,
         collectives.judged,
@@ -160,8 +157,7 @@ BENCHMARKS = {
         finish=_finish_collectives,
     ),
     "hosts": Benchmark(
-        "two emulated hosts on a slow cable: hierarchical all_reduce, ring broadcast",
-        "Two network namespaces with 2 ranks each, joined by a slow cable (needs root and iproute2).",
+        "two emulated hosts on a slow cable (needs root and iproute2): all_reduce, broadcast, steps",
         HostsOptions,
         hosts.run,
         hosts.judged,
@@ -170,7 +166,6 @@ BENCHMARKS = {
     ),
     "step": Benchmark(
         "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
-        "Time a training step of imece.DistributedDataParallel beside no synchronisation and other wrappers.",
         StepOptions,
         step.run,
         step_targets.judged,
@@ -180,20 +175,17 @@ BENCHMARKS = {
     ),
     "pipeline": Benchmark(
         "how long the ranks of a pipeline idle in each schedule, beside (p - 1) / m",
-        "Time forwards and backwards in each schedule of imece.Pipeline: what ranks idle, and keep.",
         PipelineOptions,
         pipeline.run,
     ),
     "tensor": Benchmark(
         "a step of ranks that divide matrices, beside one rank and torch's parallelize_module",
-        "Time a step of imece.tensor_parallel beside one rank and torch's own way; what each rank needs.",
         TensorOptions,
         tensor.run,
         failed=lambda results: bool(results.odd_ones),
     ),
     "memory": Benchmark(
         "bytes of a rank by category in every strategy, predicted and counted; bars",
-        "Count the bytes that a rank holds in every strategy, beside what the layout predicts.",
         MemoryOptions,
         memory.run,
         failed=lambda results: bool(results.far),
@@ -205,14 +197,12 @@ BENCHMARKS = {
     ),
     "save": Benchmark(
         "what a checkpoint in the background costs training: time, bytes, memory",
-        "Save checkpoints beside training in every strategy: the delay, what each rank writes and holds.",
         SaveOptions,
         save.run,
         save.judged,
     ),
     "recovery": Benchmark(
         "ranks of a real training are killed at random, beside torchrun",
-        "Kill ranks of a training at random instants in every strategy; recovery, goodput, cost, torchrun.",
         RecoveryOptions,
         recovery.run,
         recovery_targets.judged,
@@ -220,7 +210,6 @@ BENCHMARKS = {
     ),
     "planner": Benchmark(
         "predictions of imece plan beside published measurements; nothing is run",
-        "Predict published step times and memory, and say how far off and how good a choice that would be.",
         PlannerOptions,
         planner.run,
         planner.judged,
@@ -229,7 +218,6 @@ BENCHMARKS = {
     ),
     "train": Benchmark(
         "imece train beside a plain loop with torch on Gloo, and the machine's limit",
-        "Time the steps of imece train beside a plain loop with torch's DistributedDataParallel on Gloo.",
         TrainOptions,
         train.run,
         train_targets.judged,
@@ -238,7 +226,6 @@ BENCHMARKS = {
     ),
     "gpu": Benchmark(
         "one GPU: imece beside the bare model, torch's DDP and fully_shard; loop, optimizer",
-        "Time a 1.3B model in bf16 on one GPU: bare, in imece's and in torch's DistributedDataParallel.",
         GpuOptions,
         gpu.run,
         gpu_targets.judged,
@@ -247,7 +234,6 @@ BENCHMARKS = {
     ),
 }
 _PARAMETERS = Benchmark(  # `bench step --parameters`
-    "",
     "",
     StepOptions,
     parameter_cost.run,

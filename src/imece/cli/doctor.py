@@ -17,7 +17,7 @@ import torch
 
 from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
-from imece.bench.every import COLLECTIVES
+from imece.cli.doctor_rank import COLLECTIVES
 from imece.cli.launch import check_variables
 from imece.cli.options import nearest, parse
 from imece.collectives import recording, who_waits
@@ -30,7 +30,7 @@ from imece.writing import NO_TEMPORARY, temporary_files, try_folder
 
 Status = Literal["ok", "warn", "fail", "link"]
 BACKENDS = ("shm", "gloo")
-_MODULE = "imece.bench.every"
+_MODULE = "imece.cli.doctor_rank"
 _ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 1024

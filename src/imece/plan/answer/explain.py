@@ -261,11 +261,8 @@ def _micro_batch(answer: Answer) -> Iterator[str]:
         smaller = judge(replace(winner.setup, recipe=replace(larger, recompute="full")), question.cluster)
         if smaller.needed <= question.room_bytes:
             smaller = with_best_bucket(smaller, question)
-            slower = smaller.seconds / winner.seconds - 1
-            yield (
-                f"micro-batch {micro} would fit with full recomputation, and is "
-                f"{_percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
-            )
+            slower = compared(smaller.seconds / winner.seconds - 1)
+            yield f"micro-batch {micro} would fit with full recomputation, and is {slower}"
 
 
 def _unpinned(answer: Answer) -> Iterator[str]:
