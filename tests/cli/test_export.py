@@ -209,6 +209,18 @@ def test_the_token_that_began_each_document_is_put_before_a_text(trained_run: Pa
     assert json.loads((out / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
 
 
+def test_a_chat_template_beside_a_tokenizer_of_ours_is_carried_along(
+    trained_run: Path, tmp_path: Path
+) -> None:
+    """Put there to learn chats: a run that another one begins from has no tokenizer_config.json."""
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    (run / "from").mkdir()
+    shutil.copy(run / "tokenizer.json", run / "from")
+    (run / "from/chat_template.jinja").write_text("{{ messages }}")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+
+
 def test_an_empty_folder_and_a_link_are_taken(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")

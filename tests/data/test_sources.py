@@ -139,6 +139,7 @@ def test_places_where_nothing_is(tmp_path: Path) -> None:
         assert f"{link}: a link that leads to nothing: check" in mistake(sources, [tmp_path / link])
     assert "no .txt, .md" in mistake(sources, [tmp_path / "empty"])
     assert "neither a file" in mistake(sources, [tmp_path / "pipe"])
+    assert mistake(sources, ["hf:"]) == "hf: names no dataset: say hf:NAME or hf:NAME:SPLIT"
     assert "no file matches" in mistake(sources, [f"{tmp_path}/*.txt"])
     assert "no file matches" in mistake(sources, [f"{tmp_path}/*"])  # folders and pipes only
     assert "no such file" in mistake(total_bytes, [tmp_path / "a.txt"]).lower()

@@ -341,6 +341,9 @@ def test_what_is_no_tokenizer(tmp_path: Path, content: bytes | None, words: str)
         path.write_bytes(content)
     message = mistake(load_tokenizer, path)
     assert words in message and str(path) in message
+    (tmp_path / "tokenizer.model").touch()
+    alone = "tokenizer.model alone is not read: transformers' AutoTokenizer"
+    assert (alone in mistake(load_tokenizer, path)) == (content is None)
 
 
 def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from imece.checkpoint.names import MODEL
 from imece.cli.export_adapter import FOUR_BITS, write_adapter
 from imece.cli.options import parse
+from imece.data.chats import TEMPLATE
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.errors import UserError
 from imece.models.hugging_face import (
@@ -115,7 +116,8 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_
     """Write all files into an existing folder and return the number of parameters. OSError if that fails;
     UserError if the weights cannot be read.
 
-    If the run began from a folder, that folder's tokenizer is copied unchanged. Memory holds one tensor at a
+    If the run began from a folder, that folder's tokenizer is copied unchanged, and so is the chat template
+    of a run's that others began from, which has no tokenizer_config.json. Memory holds one tensor at a
     time. config.json is written last: without it nobody reads the rest.
     """
     shape, tokenizer, origin = weights.config, tokenizer_of(weights), weights.home.origin
@@ -144,6 +146,8 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_
     first = {"bos_token_id": tokenizer.before}
     _write_json(folder / CONFIG, config | first)
     _write_json(folder / "generation_config.json", generation_config(tokenizer.end) | first)
+    if TEMPLATE in kept:
+        shutil.copyfile(kept[TEMPLATE], folder / TEMPLATE)
     _write_json(folder / "tokenizer.json", plain)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(shape, end) | {"bos_token": before})
     return shape.parameter_count

@@ -156,6 +156,8 @@ def _dataset(given: str) -> list[Path] | None:
     """The files of a dataset; None if the name is none of a dataset nor of a folder that holds one."""
     called = given.startswith("hf:")
     name, _, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
+    if called and not name:
+        raise UserError(f"{given} names no dataset: say hf:NAME or hf:NAME:SPLIT")
     folder = Path(os.path.abspath(os.path.expanduser(name)))
     files = tables.saved(folder, split or None) if os.path.isdir(folder) else None
     return tables.fetched(name, split or None) if called and files is None else files

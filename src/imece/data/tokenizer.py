@@ -321,9 +321,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path}: no such file: it belongs to the model, copy it from where that is from"
-        ) from error
+        do = "it belongs to the model, copy it from where that is from"
+        if path.with_name("tokenizer.model").exists():
+            do = "tokenizer.model alone is not read: transformers' AutoTokenizer saves it as that"
+        raise UserError(f"{path}: no such file: {do}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}): get it from where the model is from") from error
     try:
