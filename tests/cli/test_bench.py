@@ -109,7 +109,9 @@ def test_targets_are_judged_by_what_was_measured(
     def at(seconds: float, library: str) -> Result:
         return Result(2, "all_reduce", 64 * 2**20, library, True, 1, [seconds])
 
-    results = [at(1.0, "shm"), at(7.9, "gloo"), at(4.1, "mpich"), at(0.85, "limit")]
+    plan = collectives.Plan((2,), ("all_reduce",), (64 * 2**20,), ("shm", "gloo", "mpich"), 1)
+    measured = [at(1.0, "shm"), at(7.9, "gloo"), at(4.1, "mpich"), at(0.85, "limit")]
+    results = collectives.Results(plan, measured)
     shown = [each.line for each in collectives.judged(results)]
     assert "MISSED  2 ranks, 64 MiB, shm: at least 8 x gloo: 7.9 x" in shown[0]
     assert "met     2 ranks, 64 MiB, shm: at least 4 x mpich: 4.1 x" in shown[1]

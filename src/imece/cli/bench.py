@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,6 @@ class Benchmark:
     """results -> a verdict for each target."""
     whose: str = ""
     """What its targets take for granted."""
-    as_json: Callable[[Any, Any], Mapping[str, Any]] = lambda plan, results: results.as_json()
     failed: Callable[[Any], bool] = lambda results: False
     """results -> whether one is wrong, so that the exit status is 1."""
     finish: Callable[[Any, Any], None] = lambda options, results: None
@@ -116,7 +115,7 @@ def _measure(name: str, bench: Benchmark, options: Any) -> int:
         for each in verdicts:
             print((replace(each, met=None) if trial else each).line)
     if options.json is not None:
-        figures = {"benchmark": name, "machine": machine.facts(), **bench.as_json(plan, results)}
+        figures = {"benchmark": name, "machine": machine.facts(), **results.as_json()}
         report.write_json(options.json, figures | {"targets": [asdict(each) for each in verdicts]})
         print(f"figures  {options.json}")
     bench.finish(options, results)
@@ -133,11 +132,10 @@ def _write(what: str, path: Path | None, write: Callable[[Path], object]) -> Non
         print(f"{what:<8} {path}")
 
 
-def _finish_collectives(options: CollectivesOptions, results: Sequence[collectives.Result]) -> None:
-    _write("plot", options.plot, lambda path: plot.draw(results, path, machine.describe()))
-    for each in results:
-        if not each.right:
-            print(f"WRONG    {each.library} {each.op} of {size_text(each.size_bytes)}")
+def _finish_collectives(options: CollectivesOptions, results: collectives.Results) -> None:
+    _write("plot", options.plot, lambda path: plot.draw(results.results, path, machine.describe()))
+    for each in results.wrong:
+        print(f"WRONG    {each.library} {each.op} of {size_text(each.size_bytes)}")
 
 
 def _finish_planner(options: PlannerOptions, results: planner.Results) -> None:
@@ -152,8 +150,7 @@ BENCHMARKS = {
         collectives.run,
         collectives.judged,
         _IDLE,
-        as_json=collectives.as_json,
-        failed=lambda results: not all(each.right for each in results),
+        failed=lambda results: bool(results.wrong),
         finish=_finish_collectives,
     ),
     "hosts": Benchmark(

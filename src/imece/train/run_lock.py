@@ -11,7 +11,6 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from imece.errors import UserError
@@ -86,9 +85,7 @@ class RunLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._descriptor is None:
             return
         if self._said:

@@ -93,6 +93,23 @@ class Result:
         return asdict(self) | derived
 
 
+@dataclass
+class Results:
+    """All figures, in the order of measurement."""
+
+    plan: Plan
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Result]:
+        """Those of libraries that summed or copied wrongly."""
+        return [each for each in self.results if not each.right]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything."""
+        return {"plan": asdict(self.plan), "results": [each.as_json() for each in self.results]}
+
+
 def bus_factor(op: str, ranks: int) -> float:
     """nccl-tests' factor from algorithm to bus bandwidth."""
     return {
@@ -117,13 +134,13 @@ def missing(library: str) -> str | None:
     return None
 
 
-def run(plan: Plan, say: Callable[[str], None]) -> list[Result]:
+def run(plan: Plan, say: Callable[[str], None]) -> Results:
     """Measure everything in `plan`, and pass the table line by line to `say`.
 
     CrewError if a rank of imece or Gloo fails; any other library that fails is reported and left out.
     UserError if nothing is left.
     """
-    results: list[Result] = []
+    results = Results(plan)
     for ranks in plan.ranks:
         with ExitStack() as stack:
             crews = _crews(plan, ranks, stack, say)
@@ -140,7 +157,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Result]:
                 say(HEADER)
                 for size in plan.sizes:
                     found = _measure(plan, crews, ranks, op, size)
-                    results += found
+                    results.results += found
                     for line in table_lines(found):
                         say(line)
     return results
@@ -169,9 +186,9 @@ def table_lines(results: Sequence[Result]) -> Iterator[str]:
         ).rstrip()
 
 
-def judged(results: Sequence[Result]) -> list[Verdict]:
+def judged(results: Results) -> list[Verdict]:
     """The targets of all_reduce."""
-    times = {(r.ranks, r.op, r.size_bytes, r.library): r.median_s for r in results}
+    times = {(r.ranks, r.op, r.size_bytes, r.library): r.median_s for r in results.results}
     shown = []
     for ranks, size_bytes, library, against, least in _TARGETS:
         where = f"{ranks} ranks, {size_text(size_bytes)}, {library}"
@@ -186,11 +203,6 @@ def judged(results: Sequence[Result]) -> list[Verdict]:
         else:
             shown.append(at_least(f"{where}: at least {least:g} x {against}", found, least))
     return shown
-
-
-def as_json(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
-    """Everything."""
-    return {"plan": asdict(plan), "results": [result.as_json() for result in results]}
 
 
 def _mpiexec() -> str | None:
