@@ -238,3 +238,56 @@ def test_parameters_begin_where_compiled_code_expects_them() -> None:
     """Of one block it is made, for all of them: on a GPU it reads 16 bytes at a time, and does not look."""
     for found in run_ranks(where_parameters_begin, 2, backend=None):
         assert found == [0] * (3 * LAYERS * 4)
+
+
+def graphs_of_a_step() -> int:
+    """In how many graphs torch.compile cuts a forward with its backward."""
+    model, graphs = imece.DistributedDataParallel(nn.Linear(8, 8)), 0
+
+    def counted(graph: torch.fx.GraphModule, _inputs: Any) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    @torch.compile(backend=counted)
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+
+    step(torch.ones(2, 8))
+    return graphs
+
+
+def test_what_autograd_calls_is_in_no_graph() -> None:
+    """The module and the sum: no hook of ours."""
+    assert run_ranks(graphs_of_a_step, 1, backend="gloo") == [2]
+
+
+def whole_steps() -> None:
+    """Backward, the norm and the update: the same with and without torch.compile, under every strategy."""
+    group, found = torch.distributed.group.WORLD, list[Tensor]()
+    rank = torch.distributed.get_rank()
+    for strategy, gather in (("replicate", False), ("zero1", False), ("zero3", True)):
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            model: Any = made()
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = imece.parallelize(model, sgd, strategy, group, gather=gather, average="tokens")
+
+            def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+                loss: Tensor = model(x).pow(2).mean()
+                model.weigh(loss, len(x)).backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                return norm
+
+            run = torch.compile(step, backend="eager") if compiles else step
+            norms = [run(torch.full((2 + rank, 8), 1.0 + at + rank)) for at in range(2)]
+            found.append(torch.cat([each.flatten() for each in (*norms, *model.state_dict().values())]))
+    for each in found:
+        torch.testing.assert_close(each, found[0])
+
+
+@pytest.mark.slow
+def test_whole_steps() -> None:
+    run_ranks(whole_steps, 2, backend="shm")

@@ -155,6 +155,7 @@ class _Weights:
         self.nothing = False  # whether a loss over no samples or tokens is among them
         self._ended = ended
 
+    @task.uncompiled
     def __call__(self) -> None:
         """The backward is over."""
         self._ended += self.counts
@@ -170,6 +171,7 @@ class _Weighed(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
+    @task.uncompiled
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.average.came(ctx)
         return gradients[0], None, None

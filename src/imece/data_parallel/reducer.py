@@ -176,6 +176,7 @@ class Reducer:
         none, and may come after one of the outputs they are of; one inside of forward has none yet."""
         return self.armed or self._derived or self.inside
 
+    @task.uncompiled
     def on_output_gradient(self, behind: task.Edges, gradient: torch.Tensor) -> torch.Tensor | None:
         """A hook on an output of a prepared forward. behind: the graph's edges that its gradient goes
         on to."""
@@ -188,6 +189,7 @@ class Reducer:
                 self._derived = True
         return self.average.cleaned(gradient)
 
+    @task.uncompiled
     def on_local_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """A hook on the outputs of a forward in no_sync."""
         if self._closed:
@@ -197,6 +199,7 @@ class Reducer:
             task.at_end(self._end_local)
         return self.average.cleaned(gradient)
 
+    @task.uncompiled
     def _end_local(self) -> None:
         self._local = False
 
@@ -312,6 +315,7 @@ class Reducer:
         multiply = torch.mul if keep else _multiply
         known = weakref.ref(self)
 
+        @task.uncompiled
         def on_gradient(parameter: torch.Tensor) -> None:
             reducer = known()
             if reducer is None or (not reducer._syncing and not reducer._arrive(index)):
@@ -406,6 +410,7 @@ class Reducer:
 
     # The end of backward.
 
+    @task.uncompiled
     def finish(self) -> None:
         """No more gradients will come: reduce the rest, wait for all buckets, and set every .grad."""
         if not self._syncing:
@@ -431,6 +436,7 @@ class Reducer:
         end = self._end()
         assert end is not None
 
+        @task.uncompiled
         def follow(*_gradients: Any) -> None:
             handle.remove()
             task.at_end(end)

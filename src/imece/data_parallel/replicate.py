@@ -239,6 +239,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self.scale_gradients(max_norm / length)
         return norm
 
+    @torch._disable_dynamo(recursive=True)
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradient, a scalar: fp64, true to 1e-12, if parameters have 64 bits, else fp32. All
         ranks call this.

@@ -356,6 +356,7 @@ class ShardedDataParallel(DistributedDataParallel):
             )
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
+    @torch._disable_dynamo(recursive=True)
     def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """As in DistributedDataParallel, whichever ranks hold the parts of the gradient; all ranks call this.
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives.calls import collectives_made
+from imece.data_parallel.reducing import task
 
 if TYPE_CHECKING:
     from imece.data_parallel.reducer import Reducer
@@ -68,6 +69,7 @@ class Line:
     def in_turn(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         """Lets one gradient of the line through at a time: in backward each GPU has a thread of its own."""
 
+        @task.uncompiled
         def in_turn(parameter: torch.Tensor) -> None:
             with self._turn:
                 hook(parameter)

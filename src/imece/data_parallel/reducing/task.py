@@ -8,10 +8,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 
 NO_TASK = -1
 Edges = tuple[tuple[Any, int], ...]  # from a node of a graph to what follows it in backward
 _Tell = TypeVar("_Tell", bound=Callable[[], None])
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Called) -> _Called:
+    """For what autograd calls: torch.compile of a whole step, with its backward, would compile that too.
+
+    Not torch._disable_dynamo, which takes 3 us in each call, and puts a closure into a cycle.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def current() -> int:

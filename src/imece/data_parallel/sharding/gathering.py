@@ -193,6 +193,7 @@ class Gathering:
         earlier, entered, left = unit.earlier, unit.entered, unit.calls.get(unit.entered)
         comes = False
 
+        @task.uncompiled
         def on_gradient(_gradient: torch.Tensor) -> None:
             if torch.is_grad_enabled() and not self._held:
                 raise RuntimeError(
@@ -240,6 +241,7 @@ class Gathering:
         for unit in self.units:
             unit.settle()
 
+    @task.uncompiled
     def _end(self) -> None:
         for unit, entered in self._came:
             unit.calls.pop(entered, None)
@@ -359,6 +361,7 @@ def _kept_in(unit: Unit, units: Sequence[Unit], inputs: tuple[Any, ...]) -> Iter
 def _refuse_early(known: weakref.ref[Unit], name: str) -> Callable[[torch.Tensor], None]:
     """A hook on a parameter's gradient, which must not keep the unit, as that keeps the parameter."""
 
+    @task.uncompiled
     def on_gradient(_parameter: torch.Tensor) -> None:
         unit = known()
         if unit is not None and unit.state is State.COMING:

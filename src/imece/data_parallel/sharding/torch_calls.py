@@ -81,6 +81,7 @@ def _install() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@torch._disable_dynamo(recursive=True)
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -107,6 +108,7 @@ def clip_grad_norm_(
     return found
 
 
+@torch._disable_dynamo(recursive=True)
 def clip_grad_value_(
     parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
 ) -> None:
@@ -120,6 +122,7 @@ def clip_grad_value_(
         _torchs[clip_grad_value_](given, clip_value, foreach)
 
 
+@torch._disable_dynamo(recursive=True)
 def get_total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -144,6 +147,7 @@ def get_total_norm(
     return found
 
 
+@torch._disable_dynamo(recursive=True)
 def clip_grads_with_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
 ) -> None:
