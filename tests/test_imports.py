@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
     "open_files": {"errors", "listing"},
-    "writing": set(),
+    "writing": {"errors"},
     "opening": set(),
     "heap": set(),
     "trackers": set(),

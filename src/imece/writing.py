@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from imece.errors import UserError
+
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers that mean: the disk is full, or this user's quota is."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -54,6 +56,17 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         raise
     if durable:
         sync_folder(place.parent)
+
+
+@contextmanager
+def asked_for(path: Path) -> Iterator[None]:
+    """For a file that a person has named: makes its folder, and turns an OSError inside into a UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:  # where a file is in the place of a folder, mkdir says that it exists
+        said = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"cannot write {path}: {said}") from None
 
 
 def try_folder(folder: Path) -> None:

@@ -241,7 +241,7 @@ def test_nothing_is_injected(tmp_path: Path, fake: FakeSlurm) -> None:
         ("--slurm --ranks 2 --nodes 2 --min-ranks 5 train.py", "--min-ranks 5: from 1 to 4"),
         ("--slurm --ranks 2 --nodes 2 --hosts 2 train.py", "--hosts: with --slurm"),
         ("--slurm --ranks 2 --sbatch train.py train.py", "there is a file of another kind"),
-        ("--slurm --ranks 2 --sbatch no/x train.py", "cannot write 'no/x'"),
+        ("--slurm --ranks 2 --sbatch train.py/x train.py", "cannot write train.py/x: Not a directory"),
         ("--ranks 2 --time 3 train.py", "--time: an option for SLURM"),
         ("--ranks 2 --submit train.py", "--submit: an option for SLURM"),
     ],
@@ -255,12 +255,12 @@ def test_mistakes(words: str, said: str, fake: FakeSlurm) -> None:
 def test_a_full_disk_leaves_the_batch_file_that_was_there(fake: FakeSlurm) -> None:
     words, last = ["launch", "--slurm", "--sbatch", "job.sh", "--ranks"], script("")
     with files_of_at_most(9):
-        assert "cannot write 'job.sh': File too large" in refused(*words, "1", last)
+        assert "cannot write job.sh: File too large" in refused(*words, "1", last)
     assert not Path("job.sh").exists()
     assert run(*words, "1", last)[0] == 0
     before = Path("job.sh").read_text()
     with files_of_at_most(9):
-        assert "cannot write 'job.sh': File too large" in refused(*words, "2", last)
+        assert "cannot write job.sh: File too large" in refused(*words, "2", last)
     assert Path("job.sh").read_text() == before
 
 

@@ -121,7 +121,7 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr("socket.gethostname", lambda: "../a b")
     assert profile_file() == tmp_path / "imece" / "here-.._a_b.toml"
     (tmp_path / "imece").write_text("a file where a folder is to be")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot write"):
         keep("", profile_file())
 
 
@@ -146,7 +146,7 @@ def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_keeps_nothing(tmp_path: Path) -> None:
-    with files_of_at_most(100), pytest.raises(UserError, match=r"here\.toml: cannot be written \(File too"):
+    with files_of_at_most(100), pytest.raises(UserError, match=r"cannot write .*here\.toml: File too"):
         keep("x" * 1000, tmp_path / "here.toml")
     assert list(tmp_path.iterdir()) == []
 

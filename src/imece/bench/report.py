@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
-from imece.writing import write_whole
+from imece.writing import asked_for, write_whole
 
 PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
@@ -65,11 +64,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
     UserError if that fails.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with asked_for(path):
         write_whole(path, (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise _cannot_write(path, error) from None
 
 
 def _plain(content: Any) -> Any:
@@ -82,12 +78,6 @@ def _plain(content: Any) -> Any:
     return str(content) if isinstance(content, Path) else content
 
 
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    """The error's message; if a file is where a folder should be, mkdir says that it exists."""
-    said = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
-    return UserError(f"cannot write {path}: {said}")
-
-
 def check_ending(option: str, path: Path | None, endings: Sequence[str]) -> None:
     """UserError for a folder, or another ending: a picture's format follows its name."""
     if path is not None and (os.path.isdir(path) or path.suffix.lower() not in endings):
@@ -98,12 +88,8 @@ def check_writable(path: Path | None) -> None:
     """UserError before minutes of measuring, not after them, if a result cannot be written."""
     if path is None:
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with asked_for(path):
         new = not path.exists()
-        with path.open("ab"):  # permissions alone do not tell: root may write, but not on a read-only disk
-            pass
+        path.open("ab").close()  # permissions alone do not tell: root may write, but not on a read-only disk
         if new:
             path.unlink()
-    except OSError as error:
-        raise _cannot_write(path, error) from None

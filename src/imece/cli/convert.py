@@ -20,7 +20,7 @@ from imece.foreign.settings import TORCH, ScheduleSettings, Settings
 from imece.foreign.training import lacking, train_toml
 from imece.listing import many
 from imece.observe.run_files import as_argument
-from imece.writing import write_whole
+from imece.writing import asked_for, write_whole
 
 PROG = "imece convert"
 DESCRIPTION = (
@@ -56,10 +56,8 @@ def run(argv: Sequence[str]) -> int:
         print(*shown, sep="\n")
         if os.path.lexists(options.to):
             raise UserError(f"--to {options.to}: it is there already, and stays as it is")
-        try:
+        with asked_for(options.to):
             write_whole(options.to, written.encode())
-        except OSError as error:
-            raise UserError(f"--to {options.to}: cannot be written ({error.strerror})") from None
         print(f"\nwritten  {options.to}: {training(settings, options.to)}")
     return 0
 

@@ -16,7 +16,7 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch import slurm
 from imece.world import in_job_step
-from imece.writing import write_whole
+from imece.writing import asked_for, write_whole
 
 PROG = "imece launch --slurm"
 DESCRIPTION = (
@@ -223,9 +223,7 @@ def _name(script: Sequence[str]) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write the file. UserError if one is there that imece did not write: it may be the user's script."""
-    try:
+    with asked_for(path):
         if path.exists() and slurm.MARK not in path.read_text(errors="replace")[:200]:
-            raise UserError(f"--sbatch {str(path)!r}: there is a file of another kind; name a new one")
+            raise UserError(f"--sbatch {path}: there is a file of another kind; name a new one")
         write_whole(path, text.encode())
-    except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None

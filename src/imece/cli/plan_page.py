@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import html
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from imece.errors import UserError
 from imece.observe.page import page
 from imece.observe.pictures import save
 from imece.plan.answer.call import Next
@@ -21,7 +19,7 @@ from imece.plan.answer.space import Question
 from imece.plan.answer.spans import Span, spans, what_is_drawn
 from imece.plan.answer.text import Explained, memory_parts, speed, subject
 from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
-from imece.writing import write_whole
+from imece.writing import asked_for, write_whole
 
 _LISTED = 25
 _ALT = (
@@ -33,7 +31,7 @@ _ALT = (
 def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_file: Path | None) -> None:
     """Write the picture and the page that were asked for. UserError if a file cannot be written."""
     if png is not None:
-        with writing(png):
+        with asked_for(png):
             draw(explained, answer, png)
     if page_file is not None:
         _write(page_file, page_of(explained, answer))
@@ -58,18 +56,8 @@ def write_shortfall(question: Question, least: Candidate, found: Sequence[Way], 
 
 
 def _write(path: Path, text: str) -> None:
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with asked_for(path):
         write_whole(path, text.encode())
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """UserError if the file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def page_of(explained: Explained, answer: Answer) -> str:

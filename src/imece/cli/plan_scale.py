@@ -9,6 +9,7 @@ from imece.errors import UserError
 from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines, slower
 from imece.plan.answer.space import Question
 from imece.plan.answer.text import subject, wrapped
+from imece.writing import asked_for
 
 _WORDS = (
     "left: tokens a second of a GPU over that of the first line; waits: part of a step in which GPUs wait "
@@ -43,8 +44,6 @@ def show(options: PlanOptions, question: Question, width: int) -> int:
         for text in (*slower(points), _WORDS):
             print("\n".join(wrapped("", text, width)))
     if options.plot is not None:
-        from imece.cli.plan_page import writing
-
-        with writing(options.plot):
+        with asked_for(options.plot):
             draw_scale(points, options.scale, options.plot)
     return 0

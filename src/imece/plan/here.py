@@ -23,7 +23,7 @@ from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.compute import flash_part, product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
-from imece.writing import write_whole
+from imece.writing import asked_for, write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SLOWEST = 0.1  # least share of a copy's rate
@@ -131,11 +131,8 @@ def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
 
 def keep(text: str, path: Path) -> None:
     """Write the file, whole or not at all. UserError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with asked_for(path):
         write_whole(path, text.encode())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
