@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.device import check_backend, choose_device
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, UserError
 from imece.store import read_note, root_store
-from imece.world import World
+from imece.world import World, check_not_opened
 from tests.ranks import run_ranks, start_ranks
 
 # --- what can be asked for ---
@@ -499,6 +500,31 @@ def test_a_helper_that_imports_the_script_is_no_rank(tmp_path: Path, method: str
     said = ended.stderr.partition("UserError: ")[2]
     assert said.startswith("imece.init() in a helper of this rank"), ended.stderr
     assert 'under `if __name__ == "__main__":`' in said
+
+
+def starts_another() -> list[str]:
+    """What imece.init says in a program that this rank starts. Nothing, if that does as it is told, or if the
+    rank's world is closed."""
+    mesh, said = imece.init(), []
+    in_it = mock.patch.multiple(mesh_module, _open=None), mock.patch("torch.distributed.is_initialized", bool)
+    with in_it[0], in_it[1], mock.patch("os.getpid", lambda: 1), pytest.raises(UserError) as refused:
+        imece.init()
+    said.append(str(refused.value))
+    theirs = {name: value for name, value in os.environ.items() if name not in said[0]}
+    launched = {**os.environ, "MASTER_PORT": "1"}
+    with mock.patch("os.getpid", lambda: 1):
+        check_not_opened(theirs)
+        check_not_opened(launched)
+    mesh.close()
+    with mock.patch("os.getpid", lambda: 1):
+        check_not_opened()
+    return said
+
+
+def test_what_a_rank_starts_with_its_own_variables_is_no_rank() -> None:
+    """It would wait for the other ranks, for minutes, and report its failure as that of the rank."""
+    for rank, (said,) in enumerate(run_ranks(starts_another, 2)):
+        assert re.match(rf"rank {rank} \(pid \d+\) has started this process", said), said
 
 
 def ends() -> list[str]:

@@ -29,7 +29,7 @@ from imece.errors import UserError
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
 from imece.opening import opened
 from imece.store import connect, launchers_store, of_this_start, reach_launchers_store
-from imece.world import BACKEND, MEMBER, World, read_world
+from imece.world import BACKEND, MEMBER, OPENED, World, check_not_opened, mark_opened, read_world
 
 LANES = 2
 """How many calls over hosts can be under way at a time: each has a group inside the hosts for itself."""
@@ -54,6 +54,8 @@ def _finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
     # What is under way in the background and on other ranks would wait for this one until the timeout.
     for finish in before_closing:
         finish()
+    if group is None:
+        os.environ.pop(OPENED, None)
     _destroy(group)
 
 
@@ -351,14 +353,16 @@ def init(
     that the next step need not fetch it from the system, unless the environment sets glibc's thresholds
     (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES).
 
-    UserError if the world is not the one asked for, if ranks ask for different things, or if multiprocessing
-    imports the script again, which would open the world a second time.
+    UserError if the world is not the one asked for, if ranks ask for different things, or if this process is
+    one that a rank has started: by multiprocessing, which imports the script again, or with its environment.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "imece.init() in a helper of this rank, which imports the script before it begins, as workers of "
             'a DataLoader do from Python 3.14 on: put what the script does under `if __name__ == "__main__":`'
         )
+    if _open is None and not dist.is_initialized():
+        check_not_opened()  # before its failure could pass for that of the rank
     try:
         return _open_or_same(axes, ranks, backend, device, timeout)
     except Exception:
@@ -409,6 +413,7 @@ def _open_or_same(
     if _open.world.member is not None:
         trackers.outlive_launcher()
     atexit.register(_open.close)
+    mark_opened(_open.world)
     opened()
     return _open
 
@@ -512,6 +517,7 @@ def _forget(mesh: Mesh) -> None:
     global _open
     if _open is mesh:
         _open = None
+        os.environ.pop(OPENED, None)
     atexit.unregister(mesh.close)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,8 @@ JOINING = "IMECE_JOINING"
 """Set to 1 for a member that was started later: it is a world of one rank until the others take it in."""
 AGENT_PORT = "IMECE_AGENT_PORT"
 """On several hosts: the loopback port at which this host's launcher serves a store to its own ranks."""
+OPENED = "IMECE_OPENED"
+"""Set by a rank as long as its world is open, and so inherited by what it starts (see `mark_opened`)."""
 BACKEND = "IMECE_BACKEND"
 """The environment variable with the backend that `imece.init` takes if the script names none."""
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
@@ -134,6 +136,27 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
         agent_port=_agent_port(environ),
         full_size=_full_size(environ),
     )
+
+
+def mark_opened(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Note in `environ` that this process is a rank of `world`, for `check_not_opened` in what it starts."""
+    if world.launcher == "torchrun" and (world.world_size > 1 or world.joining):
+        environ[OPENED] = f"{os.getpid()} {world.rank} {_meeting_place(environ)}"
+
+
+def check_not_opened(environ: Mapping[str, str] = os.environ) -> None:
+    """UserError if a rank has started this process, with its own variables: it would wait for the others,
+    which have met already. What a launcher starts that a rank has started has another place to meet."""
+    pid, rank, place = [*environ.get(OPENED, "").split(" ", 2), "", "", ""][:3]
+    if "RANK" in environ and place == _meeting_place(environ) and pid != str(os.getpid()):
+        raise UserError(
+            f"rank {rank} (pid {pid}) has started this process, which is no rank but has its variables: "
+            "start it by imece launch --ranks 1, or without RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+
+
+def _meeting_place(environ: Mapping[str, str]) -> str:
+    return f"{environ.get('MASTER_ADDR')} {environ.get('MASTER_PORT')}"
 
 
 def _joining_world(environ: Mapping[str, str]) -> World:
