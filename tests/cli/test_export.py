@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -27,8 +28,8 @@ from imece.data.tokens import open_tokens
 from imece.models.hugging_face import from_hugging_face
 from imece.models.hugging_face_files import write_weights
 from imece.models.transformer import Transformer
-from imece.train.config import DataSection
-from imece.train.origin import trained_model
+from imece.train.config import DataSection, defaults
+from imece.train.origin import keep, trained_model
 from imece.train.run_folder import RunFolder
 from tests.cli.conftest import TEXT, make_run
 from tests.ranks import start_ranks
@@ -207,6 +208,10 @@ def test_the_token_that_began_each_document_is_put_before_a_text(trained_run: Pa
         found = json.loads((out / name).read_text())
         assert (found["bos_token_id"], found["eos_token_id"]) == (257, 256)
     assert json.loads((out / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    # A run that begins with this one says the same where it has learned to stop.
+    keep(dataclasses.replace(defaults(str(run), 0), run=str(tmp_path / "second")))
+    found = json.loads((tmp_path / "second/from/config.json").read_text())
+    assert (found["bos_token_id"], found["eos_token_id"]) == (257, 256)
 
 
 def test_a_chat_template_beside_a_tokenizer_of_ours_is_carried_along(

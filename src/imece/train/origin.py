@@ -188,7 +188,7 @@ def keep(config: TrainConfig) -> None:
         return
     found = open_weights(config.model.weights)
     sequence_length(config, found.config)
-    tokenizer_of(found)
+    tokenizer = tokenizer_of(found)
     if config.data.format == "chat":
         open_template(found.home.tokenizer_file.parent)
     source = found.home
@@ -206,7 +206,8 @@ def keep(config: TrainConfig) -> None:
                 content = path.read_bytes()
                 break
         else:
-            content = json.dumps(to_hugging_face(found.config, ())[0], indent=2).encode()
+            own = to_hugging_face(found.config, (), end=tokenizer.end)[0]
+            content = json.dumps(own | {"bos_token_id": tokenizer.before}, indent=2).encode()
         write_whole(run.origin / CONFIG, content, durable=True)
     except OSError as error:
         raise UserError(
