@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,14 @@ def test_a_run_that_learns_chats(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = str(tmp_path / "out")
     assert main(["export", run, out]) == 0
     assert (tmp_path / "out/chat_template.jinja").read_text() == TEMPLATE
+    # Whoever loads it stops where an answer ends, even if the model it began with stopped elsewhere.
+    shutil.copytree(run, tmp_path / "other")
+    (tmp_path / "other/from/chat_template.jinja").write_text(TEMPLATE.replace("</s>", "<unk>"))
+    (tmp_path / "other/from/generation_config.json").write_text('{"eos_token_id": 7}')
+    assert main(["export", str(tmp_path / "other"), str(tmp_path / "others")]) == 0
+    for name, stops in (("config.json", [2, 7, 0]), ("generation_config.json", [7, 0, 2])):
+        assert json.loads((tmp_path / "others" / name).read_text())["eos_token_id"] == stops
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
     capsys.readouterr()
     assert main(["sample", out, "--prompt", "say 3", "--tokens", "2", "--temperature", "0"]) == 0
     again = capsys.readouterr()

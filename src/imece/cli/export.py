@@ -23,8 +23,9 @@ from tokenizers.processors import TemplateProcessing
 from imece.checkpoint.names import MODEL
 from imece.cli.export_adapter import FOUR_BITS, write_adapter
 from imece.cli.options import parse
-from imece.data.chats import TEMPLATE
+from imece.data.chats import TEMPLATE, Chats
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
     CONFIG,
@@ -50,6 +51,7 @@ DESCRIPTION = (
     "alone, for peft."
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GENERATION_CONFIG = "generation_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # names in config.json
 
 
@@ -127,12 +129,16 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_
         shape, stored, dtype=dtype, end=tokenizer.end, like=began.get("model_type")
     )
     write_weights(folder, hugging_face_shapes(shape), tensors, dtype=dtype, most_bytes=most_bytes)
+    ends = _ends(weights, tokenizer)
     kept = {path.name: path for path in map(origin.joinpath, TOKENIZER_FILES) if path.exists()}
     if TOKENIZER_CONFIG in kept:
         ids = {key: value for key, value in began.items() if key in _TOKENS}
-        _write_json(folder / CONFIG, config | ids)
+        _write_json(folder / CONFIG, _stopping(config | ids, ends))
         for name, path in kept.items():
             shutil.copyfile(path, folder / name)
+        said = read_json(kept[GENERATION_CONFIG]) if GENERATION_CONFIG in kept else {}
+        if said and (all_of_it := _stopping(said, ends)) != said:
+            _write_json(folder / GENERATION_CONFIG, all_of_it)
         return shape.parameter_count
     # The tokenizer's post-processor would add tokens around each text, with which the model was not trained.
     plain = {**json.loads(tokenizer.to_json()), "post_processor": None}
@@ -144,13 +150,32 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_
         written.post_processor = around
         plain = json.loads(written.to_str())
     first = {"bos_token_id": tokenizer.before}
-    _write_json(folder / CONFIG, config | first)
-    _write_json(folder / "generation_config.json", generation_config(tokenizer.end) | first)
+    _write_json(folder / CONFIG, _stopping(config | first, ends))
+    generation = generation_config(tokenizer.end) | first
+    _write_json(folder / GENERATION_CONFIG, _stopping(generation, ends))
     if TEMPLATE in kept:
         shutil.copyfile(kept[TEMPLATE], folder / TEMPLATE)
     _write_json(folder / "tokenizer.json", plain)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(shape, end) | {"bos_token": before})
     return shape.parameter_count
+
+
+def _ends(weights: Weights, tokenizer: Tokenizer) -> set[int]:
+    """The tokens at which the model has learned to stop."""
+    data = weights.home.config().data
+    if data.format == "chat":
+        with contextlib.suppress(UserError):  # a template that refuses a question and its answer alone
+            return Chats.of(data.source().fields, weights.home.tokenizer_file).ends()
+    return {tokenizer.end}
+
+
+def _stopping(content: dict[str, Any], ends: set[int]) -> dict[str, Any]:
+    """The content of a file that says where a model stops, with these tokens beside those that it names: a
+    base model's are not those that end an answer."""
+    said = content.get("eos_token_id")
+    every = said if isinstance(said, list) else [] if said is None else [said]
+    every = [*every, *sorted(ends - {*every})]
+    return content | {"eos_token_id": every if len(every) > 1 else every[0]}
 
 
 def read_bytes(text: str) -> int:
