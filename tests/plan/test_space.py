@@ -50,6 +50,15 @@ def test_shards_are_over_all_ranks_or_those_of_a_host() -> None:
     assert not any(each.strategy.startswith("hybrid") for each in arrangements(question(8, 1, 64)))
 
 
+def test_a_strategy_that_is_asked_for_has_ranks_to_share_with_if_any_way_has() -> None:
+    asked = question(8, strategy="zero3")
+    assert {each.data for each in arrangements(asked)} == {2, 4, 8}
+    assert 1 in {each.data for each in arrangements(replace(asked, strategy=None))}
+    assert [each.data for each in arrangements(replace(asked, tensor=4, pipeline=2, interleave=1))] == [1]
+    alone = question(8, batch=2, strategy="zero3", interleave=2)  # with two groups too few to go round
+    assert {line[0].parallel.data for line in setups(alone)} == {1}
+
+
 def test_micro_batches_grow_in_each_line() -> None:
     asked = question()
     parallel = next(each for each in arrangements(asked) if each.data == 8)

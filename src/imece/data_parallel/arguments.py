@@ -72,7 +72,8 @@ def trained(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, torc
         if hasattr(parameter, "placements"):  # to import DTensor takes longer than all the rest here
             raise ValueError(
                 f"parameter {name} is a DTensor: torch has divided the model already, by fully_shard or "
-                f"parallelize_module. Give it as it was before"
+                f"parallelize_module. Give it as it was before; imece.tensor_parallel(model, mesh, plan=...) "
+                f"divides matrices"
             )
     for prefix, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:

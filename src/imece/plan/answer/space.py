@@ -129,23 +129,17 @@ def why_no_fp8(question: Question) -> str | None:
     return None
 
 
-def arrangements(question: Question) -> Iterator[Parallel]:
-    """Every arrangement of the ranks in which the batch can be divided."""
-    for tensor, context, pipeline, data in _axes(question):
-        if question.global_batch % (data * (question.micro_batch or 1)):
-            continue
-        for chunks in _interleaves(question, pipeline):
-            for strategy, shard in _strategies(question, tensor, data * context):
-                yield Parallel(
-                    strategy=strategy,
-                    data=data,
-                    shard=shard,
-                    tensor=tensor,
-                    sequence=question.seq % (tensor * context) == 0,
-                    context=context,
-                    pipeline=pipeline,
-                    interleave=chunks,
-                )
+def arrangements(question: Question) -> list[Parallel]:
+    """Every arrangement of the ranks in which the batch can be divided.
+
+    A strategy that is asked for says how ranks share the same part of the model: arrangements in which no
+    other rank has it are left out, unless there are no others.
+    """
+    found = list(_arrangements(question))
+    if question.strategy is None:
+        return found
+    shared = [each for each in found if each.data * each.context > 1 and any(recipes(question, each))]
+    return shared or found
 
 
 def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
@@ -173,6 +167,24 @@ def setups(question: Question) -> Iterator[list[Setup]]:
         for line in recipes(question, parallel):
             if line:
                 yield [Setup(question.model, parallel, recipe) for recipe in line]
+
+
+def _arrangements(question: Question) -> Iterator[Parallel]:
+    for tensor, context, pipeline, data in _axes(question):
+        if question.global_batch % (data * (question.micro_batch or 1)):
+            continue
+        for chunks in _interleaves(question, pipeline):
+            for strategy, shard in _strategies(question, tensor, data * context):
+                yield Parallel(
+                    strategy=strategy,
+                    data=data,
+                    shard=shard,
+                    tensor=tensor,
+                    sequence=question.seq % (tensor * context) == 0,
+                    context=context,
+                    pipeline=pipeline,
+                    interleave=chunks,
+                )
 
 
 def _check_axes(question: Question) -> None:
