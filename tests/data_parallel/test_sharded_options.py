@@ -412,6 +412,32 @@ def averaged_weights(group: dist.ProcessGroup) -> None:
         assert all(torch.equal(one, other) for one, other in zip(state, states[0], strict=True))
 
 
+def made_of_whole_parameters(group: dist.ProcessGroup) -> None:
+    """The lines of docs/sharding.md: gradients by torch.autograd.grad, cut for this rank's parts."""
+    model, optimizer = wrapped(Way("replicate"), group)
+    list(plain(model, optimizer, 3))
+    usual = torch.cat([each.flatten() for each in model.state_dict().values()])
+    for way in (Way("replicate"), *WAYS):
+        model, optimizer = wrapped(way, group)
+        for step in range(3):
+            with model.gathered():
+                named = dict(model.module.named_parameters())
+                gradients = torch.autograd.grad(loss_of(model, step), list(named.values()))
+            whole = dict(zip(named, gradients, strict=True))
+            for gradient in whole.values():
+                gradient.div_(group.size())
+                dist.all_reduce(gradient, group=group)
+            for name, parameter in model.module.named_parameters():
+                parameter.grad = whole[name] if way.strategy == "replicate" else None
+            for part in model.parts:
+                gradient = whole[part.name].flatten()[part.start : part.stop]
+                part.parameter.grad = gradient.view_as(part.parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = torch.cat([each.flatten() for each in model.state_dict().values()])
+        torch.testing.assert_close(state, usual, rtol=1e-5, atol=1e-6)
+
+
 def sharpness_aware(group: dist.ProcessGroup) -> None:
     """The lines of docs/sharding.md: a step by the gradient at the worst place nearby, alike in each way."""
     found = []
@@ -829,6 +855,7 @@ CHECKS: dict[str, Check] = {
     "hybrid models": hybrid_models,
     "frozen in bf16": frozen_in_bf16,
     "inputs in bf16": inputs_in_bf16,
+    "made of whole parameters": made_of_whole_parameters,
     "sharpness aware": sharpness_aware,
     "buffers": buffers,
     "buffers from meta": buffers_from_meta,
@@ -854,7 +881,7 @@ JOBS = [
     ),
     *jobs(__name__, ["given other memory"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["read in a closure"], (2, "shm")),
-    *jobs(__name__, ["sharpness aware"], (2, "shm"), (2, "gloo")),
+    *jobs(__name__, ["sharpness aware", "made of whole parameters"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["hybrid wire", "hybrid models"], (4, "gloo")),
 ]
 
