@@ -40,12 +40,12 @@ def test_it_is_said_once_and_by_rank_0(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_is_no_gradient_of_another_step_s(capsys: pytest.CaptureFixture[str]) -> None:
     """After an update they may stay, for `zero_grad` may stand first; and a step may have none."""
     model, optimizer, kept = made()
-    kept.look(0, 0)
+    assert not kept.look(0, 0)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    kept.look(1, 0)
+    assert kept.look(1, 0), "it has made an update"
     optimizer.zero_grad()
-    kept.look(2, 0)
+    assert not kept.look(2, 0)
     assert capsys.readouterr().err == ""
 
 

@@ -97,7 +97,7 @@ def test_what_follows_an_abort_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -
     recovery._model.device = torch.device("cpu")
     monkeypatch.setattr(ops, "all_reduce", lambda numbers, *_, **__: numbers.fill_(math.nan))
     with pytest.raises(PeerLostError):
-        recovery.meet(4, last=True)
+        recovery.meet(4, anyway=True)
 
 
 def test_one_that_is_alone_makes_a_copy_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,6 +370,18 @@ def test_whether_a_rank_has_made_a_step(fails: str, made: bool) -> None:
     assert loop.done == 1 and played.recover.called == (fails != "nothing")
 
 
+def test_a_death_that_the_block_has_caught_itself() -> None:
+    """As `except Exception: skip this batch` does: up to eight steps were counted that had made no update."""
+    played = mock.Mock(member=mock.Mock(is_joining=False))
+    played.recover.return_value.step, played.recover.return_value.generation.lost = 3, ()
+    played.meet.side_effect = error = RuntimeError("a rank is gone")
+    kept = mock.Mock(look=lambda *_: False)  # no update
+    loop = loops_of._Loop(played, Modes(nn.Linear(1, 1)), kept, 3, 9, lambda _: None)
+    assert not loop.finish(None) and loop.done == 3
+    played.recover.assert_called_once_with(error, 3)
+    played.finished.assert_not_called()
+
+
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_death_while_ranks_tell_each_other_of_the_one_before(joins: bool) -> None:
     """`recovered` may have collectives, for all call it: they are left as a block is, and all come again."""

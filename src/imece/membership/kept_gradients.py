@@ -24,11 +24,12 @@ class KeptGradients:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._count)
 
-    def look(self, step: int, rank: int) -> None:
-        """The block of `step` is over. Warns once, with one line on rank 0."""
+    def look(self, step: int, rank: int) -> bool:
+        """The block of `step` is over. Warns once, with one line on rank 0. Returns whether it has made an
+        update."""
         updates, self._updates = self._updates, 0
         if updates or self._said or rank != 0:
-            return
+            return updates > 0
         # A sharded model's gradients are in the optimizers' groups, and after `no_sync` the parameters' own.
         held = chain(self._model.parameters(), *map(parameters_of, self._optimizers))
         if any(each.grad is not None for each in held):
@@ -39,6 +40,7 @@ class KeptGradients:
                 file=sys.stderr,
                 flush=True,
             )
+        return False
 
     def _count(self, *_: Any) -> None:
         self._updates += 1

@@ -182,14 +182,14 @@ class Recovery:
             self._exchange(step)
         return newest > self.member.generation
 
-    def meet(self, step: int, last: bool) -> None:
+    def meet(self, step: int, anyway: bool) -> None:
         """`border` for loops without a collective of their own to carry it. MovedOnError if all move on.
 
-        It runs at some borders (borders.py), and after the `last` step: what follows is not protected, so all
-        must have come that far. If several hosts keep copies it runs at every border: ranks do not see when
-        ranks of another host ask for new copies.
+        It runs at some borders (borders.py), and `anyway` after the last step: what follows is not protected,
+        so all must have come that far. If several hosts keep copies it runs at every border: ranks do not see
+        when ranks of another host ask for new copies.
         """
-        if not last and not self._asked and not self._borders.is_due(step):
+        if not anyway and not self._asked and not self._borders.is_due(step):
             return
         model = self._model
         seldom = self.without_copies or len(self.member.mesh.hosts) == 1

@@ -200,7 +200,9 @@ class _Loop:
         try:
             if error is not None:
                 raise error
-            self._kept.look(self.done, self._recovery.member.mesh.rank)
+            if not self._kept.look(self.done, self._recovery.member.mesh.rank):
+                # An `except` in the block may have passed over a death, and this step would be lost.
+                self._recovery.meet(self.done, anyway=True)
             self.done += 1
             self._modes.note()
             self._recovery.finished(self.done)
