@@ -946,7 +946,7 @@ def refused(group: dist.ProcessGroup) -> None:
         attempt(ValueError, r"SGD steps a parameter of shape \[32, 16\] that is none of the model's",
                 lambda model: momentum(Decoder(SHAPE)), strategy)  # fmt: skip
     attempt(ValueError, "no optimizer", lambda model: [], "zero1")
-    with pytest.raises(TypeError, match="a SGD is no model"):
+    with pytest.raises(TypeError, match="an SGD is no model"):
         parallelize(momentum(Decoder(SHAPE)), Decoder(SHAPE), "zero1", group)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"model of 1 elements cannot be divided among {group.size()} ranks"):
         tiny = nn.Linear(1, 1, bias=False)

@@ -37,7 +37,7 @@ class Mesh:
     [
         ((2.5, NETWORK, SGD), {}, TypeError, "total=2.5: give a whole number"),
         ((5, NETWORK, SGD), {"start": -2}, ValueError, "start=-2: steps are counted from 0 on"),
-        ((5, SGD, NETWORK), {}, TypeError, r"a SGD is no model: imece.steps\(total, model, optimizer\)"),
+        ((5, SGD, NETWORK), {}, TypeError, r"an SGD is no model: imece.steps\(total, model, optimizer\)"),
         ((5, [NETWORK], SGD), {}, TypeError, "a list is no model: .*; several are one nn.Module"),
         ((5, NETWORK, SCHEDULER), {}, TypeError, "a StepLR is no optimizer"),
         ((5, NETWORK, [SGD, None]), {}, TypeError, "a NoneType is no optimizer"),
