@@ -79,7 +79,7 @@ def dies(folder: str, strategy: str, places: list[str], members: list[int], dead
     [
         ("replicate", ["backward", "border"], [1]),
         pytest.param("zero1", ["update", "saving"], [0], marks=pytest.mark.slow),
-        ("zero3", ["backward"], [0, 2]),  # two of three together
+        pytest.param("zero3", ["backward"], [0, 2], marks=pytest.mark.slow),  # two of three together
     ],
 )
 def test_a_death(tmp_path: Path, strategy: str, places: list[str], members: list[int]) -> None:

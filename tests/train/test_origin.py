@@ -199,7 +199,11 @@ def opened(folder: str, strategies: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "strategies"), [(1, ["zero1", "zero2", "zero3"]), (2, ["zero2", "zero3", "hybrid"])]
+    ("hosts", "strategies"),
+    [
+        pytest.param(1, ["zero1", "zero2", "zero3"], marks=pytest.mark.slow),
+        (2, ["zero2", "zero3", "hybrid"]),
+    ],
 )
 def test_no_rank_reads_or_holds_the_whole_model(tmp_path: Path, hosts: int, strategies: list[str]) -> None:
     """Each reads the part that it owns. Between hosts parameters are gathered, and lie in its own memory."""

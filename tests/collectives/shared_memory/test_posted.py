@@ -22,7 +22,7 @@ from imece.collectives.shared_memory import SharedMemoryGroup, posted, reducing,
 from imece.collectives.shared_memory.board import SLEEPERS
 from imece.collectives.shared_memory.posted import Posted
 from imece.errors import CollectiveError, MismatchError, PeerLostError
-from tests.data_parallel.checks import Job, jobs, passed
+from tests.data_parallel.checks import Job, jobs, passed, slow
 from tests.ranks import start_ranks
 
 LIMIT_S = 60.0
@@ -228,7 +228,12 @@ CHECKS = EVERYWHERE | PAIRS
 
 
 @pytest.mark.parametrize(
-    "job", [*jobs(__name__, EVERYWHERE, (2, "shm"), (3, "shm")), *jobs(__name__, PAIRS, (2, "shm"))]
+    "job",
+    [
+        *slow(jobs(__name__, EVERYWHERE, (2, "shm"))),
+        *jobs(__name__, EVERYWHERE, (3, "shm")),
+        *jobs(__name__, PAIRS, (2, "shm")),
+    ],
 )
 def test_posted(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)

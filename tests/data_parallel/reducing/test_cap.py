@@ -14,7 +14,7 @@ from imece.data_parallel.reducing.cap import CAPS_BYTES, EACH_S, best_cap
 from imece.data_parallel.reducing.way import default_cap_bytes
 from imece.data_parallel.reducing.whole import WholeGradients
 from imece.layout import MIB
-from tests.data_parallel.checks import Check, Job, gathered, jobs, passed
+from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
 
 ARRIVALS = [(MIB, 0.010 * (at + 1)) for at in range(16)]  # 16 gradients of 1 MiB, one each 10 ms
 
@@ -109,7 +109,9 @@ def chosen_by_all(group: dist.ProcessGroup) -> None:
 CHECKS: dict[str, Check] = {"chosen by all": chosen_by_all}
 
 
-@pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "shm"), (3, "gloo")))
+@pytest.mark.parametrize(
+    "job", [*jobs(__name__, CHECKS, (2, "shm")), *slow(jobs(__name__, CHECKS, (3, "gloo")))]
+)
 def test_auto(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
 
