@@ -316,6 +316,22 @@ def test_a_disk_that_is_full_before_the_first_save(
         assert_whole(newest_whole(tmp_path), 6, 2)
 
 
+def test_a_disk_that_is_full_before_any_room_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank can say anything to the others, and none may wait for them, as training waits for it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_room_for("*"))
+        ranks = Crew(tmp_path, 2)
+        began = time.monotonic()
+        assert not ranks.save(1, state_of(1))
+        assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
+    assert [len(alarms) for alarms in ranks.alarms] == [1, 1], ranks.alarms
+    assert all("No space left on device" in alarm for (alarm,) in ranks.alarms), ranks.alarms
+    assert ranks.save(2, state_of(2)), ranks.alarms
+    assert_whole(newest_whole(tmp_path), 2, 2)
+
+
 def test_a_save_that_somebody_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with crew(tmp_path, 2) as ranks:
         assert ranks.save(1, state_of(1))

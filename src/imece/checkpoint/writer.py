@@ -238,7 +238,7 @@ class Writer:
             self._meeting.arrive()
             return self._meeting.session()
         except OSError as error:
-            if error.errno in NOT_ALLOWED:  # rank 0 will never hear this rank
+            if error.errno in (*NOT_ALLOWED, *NO_SPACE):  # rank 0 does not hear this rank
                 raise NotSavedError(f"rank {self._rank}: {why_of(error)}") from error
             return None  # looked at again until time is up
 
