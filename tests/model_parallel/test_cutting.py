@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from imece.model_parallel.cutting import Part, deal, dealt_by, pieces_of
+from imece.model_parallel.cutting import Part, dealt_by, pieces_of
+from imece.models.dealing import deal
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 
@@ -122,3 +123,15 @@ def test_length_of_positions_is_that_of_the_tokens() -> None:
         pieces_of(model).stage(range(2), (torch.zeros(1, 9, dtype=torch.long),))(
             torch.zeros(1, 9, dtype=torch.long)
         )
+
+
+def test_attention_costs_as_much_as_sequences_are_long() -> None:
+    def cut(seq: int | None) -> list[range]:
+        return deal(pieces_of(Transformer(config(layers=6, vocab_size=320, max_seq=4096)), seq).costs, 2)
+
+    assert cut(None) == cut(4096) == [range(3), range(3, 7)]  # blocks of much attention: the head is nothing
+    assert cut(8) == [range(5), range(5, 7)]
+    with pytest.raises(
+        ValueError, match=r"seq=8 is for an imece Transformer, and this is .*Sequential: leave it out"
+    ):
+        pieces_of(nn.Sequential(nn.Linear(2, 2)), 8)

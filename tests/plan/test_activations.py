@@ -15,7 +15,7 @@ from imece.plan.memory.frameworks import IMECE, IMECE_CPU, NANOTRON, PAPER, TORC
 from imece.plan.memory.held import held
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model, from_shape
-from imece.plan.setup import Parallel, Recipe, Recomputation
+from imece.plan.setup import Parallel, Recipe, Recomputation, Setup
 
 S, B, H, A, T = 2048, 4, 6144, 64, 8
 GPT = Model("22B", 48, H, A, A, H // A, 4 * H, False, 51200, learned_positions=S, norm="layer")
@@ -101,7 +101,7 @@ def test_of_our_model_it_is_what_autograd_saves(autocast: bool) -> None:
     planned = from_shape("small", shape)
     expected = whole_layer(planned, Parallel(), recipe, IMECE_CPU).total
     if autocast:
-        expected += 2 * held(planned, Parallel(), 0, IMECE_CPU).products
+        expected += 2 * held(Setup(planned, Parallel(), recipe), 0, IMECE_CPU).products
     assert counted == pytest.approx(expected, rel=0.01)
 
 

@@ -48,10 +48,10 @@ def test_a_schedule_that_keeps_gradients_is_the_same_way() -> None:
 
 
 def test_a_schedule_that_has_no_room_for_gradients_is_the_reason() -> None:
-    asked = ask(gpu="H100", strategy="zero2", pipeline=2, precision=FP32)
+    asked = ask(gpu="H100", strategy="zero2", pipeline=2, precision=FP32, seq=8192)
     says = found(asked, "fp32").says
     assert "without --strategy zero2 and --pipeline 2 (the schedule of a pipeline keeps gradients" in says
-    assert "whole, which needs 93.4 of 82.1 GB), 6 % faster, " in says
+    assert "whole, which needs 84.6 of 82.1 GB), under 1 % faster, " in says
 
 
 _SUMS = "it keeps masters in sharded strategies alone, which sum gradients in the masters' dtype besides"
@@ -85,7 +85,7 @@ def test_what_no_transformer_of_imece_is_is_not_divided(pins: dict[str, Any]) ->
 
 
 def test_no_sequence_is_shared_where_attention_has_windows() -> None:
-    pins: dict[str, Any] = {"seq": 32768, "tensor": 1, "context": 4, "batch": 32}
+    pins: dict[str, Any] = {"seq": 32768, "tensor": 1, "context": 4, "pipeline": 1, "batch": 32}
     for window, said in ((4096, "(it shares no sequence of 32,768 tokens of which one sees 4,096)"), (0, "")):
         model = replace(LLAMA_8B, window=window, windowed=0.5 if window else 0.0)
         told = found(ask(model, gpu="H100", **pins))

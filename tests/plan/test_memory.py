@@ -200,7 +200,7 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     lora, qlora = of(adapters="lora"), of(adapters="qlora")
     assert 2 * N < lora.parameters < 2.02 * N  # frozen in bf16; nothing else of them is kept
     assert lora.gradients + lora.optimizer + lora.masters < 0.1 * N
-    matrices = 32 * held(MODEL, Parallel(), 0, NANOTRON).products
+    matrices = 32 * held(Setup(MODEL, Parallel(), Recipe(4096)), 0, NANOTRON).products
     assert qlora.parameters == pytest.approx(lora.parameters - matrices * (2 - 0.5159), rel=1e-3)
     assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
     divided, scales = of("zero3", 8, adapters="qlora"), matrices * 0.0159
@@ -302,7 +302,7 @@ def test_fsdp_deals_masters_and_gathers_units_in_fewer_bits() -> None:
         assert found.parameters == 0  # of what is dealt, the masters are all there is
         states = found.gradients + found.optimizer + found.masters
         assert states / N == pytest.approx(16 / d, rel=1e-3)
-        unit = held(MODEL, setup.parallel, 0, framework).layer
+        unit = held(setup, 0, framework).layer
         assert found.gathered == pytest.approx(2 * (3 * unit + 2 * MODEL.table_parameters), rel=1e-3)
     pure = replace(setup, recipe=replace(setup.recipe, precision=Precision(2, 2, 0, 0, 2, 2)))
     assert memory(pure, framework=LLM_FOUNDRY).parameters == pytest.approx(2 * N / d, rel=1e-3)
@@ -367,12 +367,13 @@ def test_a_pipeline_keeps_the_micro_batches_of_its_schedule() -> None:
 def test_stages_by_cost_have_all_layers_and_count_the_head() -> None:
     for model in (MODEL, find_model("1.3b")):
         for pipeline in (2, 3, 4, 8, 16):
-            counts = [stage_layers(model, pipeline, stage, NANOTRON) for stage in range(pipeline)]
-            assert sum(counts) == model.layers
+            counts = stage_layers(Setup(model, Parallel(pipeline=pipeline), Recipe(2048)), NANOTRON.stages)
+            assert len(counts) == pipeline and sum(counts) == model.layers
             assert counts[0] >= counts[-1]
-    whole = sum(held(MODEL, Parallel(pipeline=4), stage, NANOTRON).total for stage in range(4))
-    assert whole == MODEL.parameters  # not tied: no table is twice there
-    assert stage_layers(find_model("llama-405b"), 16, 0, MEGATRON) == 8
+    cut = Setup(MODEL, Parallel(pipeline=4), Recipe(2048))
+    assert sum(held(cut, stage, NANOTRON).total for stage in range(4)) == MODEL.parameters  # no table twice
+    large = Setup(find_model("llama-405b"), Parallel(pipeline=16), Recipe(2048))
+    assert stage_layers(large, MEGATRON.stages)[0] == 8
 
 
 def test_experts_are_dealt_and_only_the_chosen_ones_work() -> None:

@@ -153,11 +153,10 @@ def test_chunks_divide_the_bubble() -> None:
 @few
 @given(st.integers(1, 16), st.sampled_from((IMECE, NANOTRON)))
 def test_stages_hold_all_layers(pipeline: int, manner: Manner) -> None:
-    most, last, others = stages(MODEL, manner, pipeline)
-    assert last + others == MODEL.layers
-    assert others <= most * max(0, pipeline - 1)
+    first, most, last = stages(Setup(MODEL, Parallel(pipeline=pipeline), RECIPE), manner)
+    assert MODEL.layers - last <= most * (pipeline - 1)
     if pipeline > 1:
-        assert last <= most
+        assert first <= most and last <= most
 
 
 @few
@@ -230,11 +229,11 @@ def test_a_pipeline_sums_what_its_first_stage_holds_and_a_tied_table_with_its_la
     """Whichever stage is the slowest to compute: with this table it is the last, of the fewest layers."""
     cluster = find_cluster("RTX-4090", 2, 3, "ethernet-10g")
     in_sight = replace(IMECE, name="gradients in sight", overlap_gradients=False)
-    wide = replace(MODEL, name="wide", vocab_size=262144, tied_head=tied)
+    wide = replace(MODEL, name="wide", vocab_size=131072, tied_head=tied)
     setup = Setup(wide, Parallel("replicate", 2, pipeline=3), RECIPE)
     stage = stage_time(setup, cluster, in_sight)
-    assert (stage.layers, stage.most_layers) == (4, 6)
-    held_bytes = 2 * held(wide, setup.parallel, 0, KEPT).total
+    assert (stage.layers, stage.first_layers) == (2, 7)
+    held_bytes = 2 * held(setup, 0, KEPT).total
     expected = collective_s(cluster, "all_reduce", held_bytes, along(cluster, 2, 1))
     if tied:
         expected += collective_s(cluster, "all_reduce", 2 * wide.table_parameters, Group(2, 1, 2))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imece.listing import kind_of
+from imece.models.dealing import between, layer_cost
 from imece.models.transformer import Transformer, rotation_at, visible_from
 
 Values = tuple[Tensor, ...]
@@ -39,10 +40,15 @@ class Pieces(Protocol):
         """These pieces as one module. inputs: a micro-batch of the whole model, with or without memory."""
 
 
-def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
-    """The pieces of a model. ValueError, with what to do, for a model of unknown structure."""
+def pieces_of(model: nn.Module | Sequence[nn.Module], seq: int | None = None) -> Pieces:
+    """The pieces of a model. seq: the length of its sequences, of a Transformer; None: as long as it allows.
+
+    ValueError, with what to do, for a model of unknown structure, and for the seq of another model.
+    """
     if isinstance(model, Transformer) and type(model).forward is Transformer.forward:
-        return _OfTransformer(model)
+        return _OfTransformer(model, model.config.max_seq if seq is None else seq)
+    if seq is not None:
+        raise ValueError(f"seq={seq} is for an imece Transformer, and this is {kind_of(model)}: leave it out")
     if not isinstance(model, nn.Module) or type(model) is nn.ModuleList:
         return _OfSequential(nn.Sequential(*model))
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
@@ -54,34 +60,6 @@ def pieces_of(model: nn.Module | Sequence[nn.Module]) -> Pieces:
     )
 
 
-def deal(costs: Sequence[float], stages: int) -> list[range]:
-    """Consecutive pieces for each stage, at least one, so that the most expensive stage is as cheap as
-    possible.
-
-    ValueError if there are fewer pieces than stages.
-    """
-    if len(costs) < stages:
-        raise ValueError(f"a model of {len(costs)} pieces cannot be cut into {stages} stages")
-    sums = [0.0, *itertools.accumulate(costs)]
-    # best[stop]: for the first `stop` pieces in so many stages, the cost of the most expensive stage, and
-    # where the last one starts.
-    best = [(sums[stop], 0) for stop in range(len(sums))]
-    starts = []
-    for stage in range(1, stages):
-        best = [
-            min(
-                ((max(best[start][0], sums[stop] - sums[start]), start) for start in range(stage, stop)),
-                default=(float("inf"), 0),
-            )
-            for stop in range(len(sums))
-        ]
-        starts.append([start for _, start in best])
-    ends = [len(costs)]
-    for each in reversed(starts):
-        ends.insert(0, each[ends[0]])
-    return _between([0, *ends])
-
-
 def dealt_by(cuts: Sequence[int], pieces: int, stages: int) -> list[range]:
     """The pieces of each stage. cuts: the first piece of each stage but the first. ValueError for impossible
     cuts."""
@@ -91,11 +69,7 @@ def dealt_by(cuts: Sequence[int], pieces: int, stages: int) -> list[range]:
             f"cuts={list(cuts)}: {stages} stages need {stages - 1} rising numbers from 1 to {pieces - 1}, "
             "the pieces at which stages begin"
         )
-    return _between(ends)
-
-
-def _between(ends: Sequence[int]) -> list[range]:
-    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+    return between(ends)
 
 
 @dataclass(frozen=True)
@@ -203,13 +177,16 @@ class _OfTransformer:
 
     takes_begins = True
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, seq: int) -> None:
+        """The model may be divided along the axis tensor: costs are those of one rank."""
         config, self._model = model.config, model
-        costs = []  # multiplications per token
+        costs = []
         for layer, block in enumerate(model.blocks):
-            seen = min(config.window_of(layer) or config.max_seq, config.max_seq)
-            costs.append(float(sum(each.numel() for each in block.parameters()) + seen * config.q_width))
-        self.costs = [*costs, float(config.vocab_size * config.width)]
+            seen = min(config.window_of(layer) or seq, seq)
+            parameters = sum(each.numel() for each in block.parameters())
+            costs.append(layer_cost(parameters, len(cast(Any, block).attention.q.weight), seen))
+        head = model.embed if config.tied_head else model.head
+        self.costs = [*costs, float(head.weight.numel())]
 
     def named(self, which: range) -> dict[str, nn.Module]:
         model, layers = self._model, self._model.config.layers

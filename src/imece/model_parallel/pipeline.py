@@ -23,9 +23,10 @@ from imece import mesh as meshes
 from imece.collectives import ops, waited
 from imece.mesh import Mesh
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
-from imece.model_parallel.cutting import Part, Place, Values, deal, dealt_by, names_in, pieces_of
+from imece.model_parallel.cutting import Part, Place, Values, dealt_by, names_in, pieces_of
 from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_schedule
 from imece.model_parallel.shared import Shared, connect
+from imece.models.dealing import deal
 
 _KEPT = 4  # schedules kept for inputs of other shapes, each with memory for what it receives
 
@@ -51,6 +52,7 @@ class Pipeline:
         schedule: str = "1f1b",
         chunks: int | None = None,
         cuts: Sequence[int] | None = None,
+        seq: int | None = None,
     ) -> None:
         """All ranks of the pipeline construct together, from the same whole model.
 
@@ -63,7 +65,8 @@ class Pipeline:
         of (output of the last stage, targets) of a micro-batch that returns the mean. schedule: gpipe, 1f1b
         or interleaved. chunks: stages of each rank if interleaved (2). cuts: the first piece of each stage
         but the first; pieces are the children of an nn.Sequential, or the blocks of a Transformer and, last,
-        its head. By default the most expensive stage is as cheap as possible.
+        its head. By default the most expensive stage is as cheap as possible. seq: how long sequences will
+        be, which says what a Transformer's attention costs; by default as long as it allows.
 
         ValueError for a model that cannot be cut so or has no values, for a schedule that cannot run with so
         many micro-batches, and if ranks share a GPU.
@@ -74,7 +77,7 @@ class Pipeline:
         chunks = chunks if chunks is not None else 1 + (schedule == "interleaved")
         size, rank = mesh.size("pipeline"), mesh.coordinate("pipeline")
         check_schedule(schedule, micro_batches, chunks, size)
-        self._pieces, stages = pieces_of(model), size * chunks
+        self._pieces, stages = pieces_of(model, seq), size * chunks
         costs = self._pieces.costs
         self._dealt = deal(costs, stages) if cuts is None else dealt_by(cuts, len(costs), stages)
         self._group, self._messages = mesh.group("pipeline"), mesh.batching_group("pipeline")

@@ -17,6 +17,9 @@ Attention = Literal["flash", "plain"]  # plain keeps the T x T scores for backwa
 Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
 Adapters = Literal["none", "lora", "qlora"]
 Schedule = Literal["1f1b", "gpipe"]
+Stages = Literal[
+    "dealt", "even", "by cost"
+]  # of a pipeline: as imece deals layers, as Megatron-LM, as nanotron
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ def dealt(
         loss=loss,
         schedule=section.schedule,
         chunks=section.chunks,
+        seq=plan.seq,
     )
 
 

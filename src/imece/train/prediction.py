@@ -201,7 +201,7 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
         parameters, numbers = counted["parameters"], float(model.parameters)
         if setup.recipe.adapters != "none":
             numbers = model.layers * adapter_parameters(model, setup.recipe.adapter_rank)
-            scales = scale_bytes(setup, held(model, parallel, 0, framework))
+            scales = scale_bytes(setup, held(setup, 0, framework))
             divides = DIVIDED[parallel.strategy].parameters
             parameters = parameters - scales if divides else 4.0 * numbers
             still = parameters - 4 * numbers / parallel.shard if divides and framework.gathers else 0.0

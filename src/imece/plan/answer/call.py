@@ -69,11 +69,13 @@ class Call:
             more = ", sequence=True" * parallel.sequence + ", divided_logits=True"
             yield f"model = imece.tensor_parallel(model, mesh{more})"
         if parallel.pipeline > 1:
-            times = self.candidate.setup.recipe.accumulation
-            chunks = (
-                f', schedule="interleaved", chunks={parallel.interleave}' if parallel.interleave > 1 else ""
-            )
-            yield f"pipeline = imece.Pipeline(model, mesh, micro_batches={times}{chunks}, loss=loss)"
+            setup = self.candidate.setup
+            arguments = [f"micro_batches={setup.recipe.accumulation}"]
+            if parallel.interleave > 1:
+                arguments.append(f'schedule="interleaved", chunks={parallel.interleave}')
+            if (setup.model.positions or setup.model.made_for) != setup.recipe.seq:
+                arguments.append(f"seq={setup.recipe.seq}")
+            yield f"pipeline = imece.Pipeline(model, mesh, {', '.join(arguments)}, loss=loss)"
 
     def _parallelized(self) -> str:
         setup, recipe = self.candidate.setup, self.candidate.setup.recipe

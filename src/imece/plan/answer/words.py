@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from imece.footprint import Offload
 from imece.listing import many
 from imece.plan.hardware import Cluster
+from imece.plan.memory.held import stage_layers
 from imece.plan.setup import Parallel, Setup, Strategy
 
 _HOSTED: dict[Offload, str] = {
@@ -143,7 +144,7 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
             f"{recipe.seq // parallel.context:,} of its {recipe.seq:,} tokens each",
         )
     if parallel.pipeline > 1:
-        layers = -(-setup.model.layers // parallel.pipeline)
+        layers = max(stage_layers(setup, "dealt"))
         yield (
             f"PP {parallel.pipeline}",
             f"pipeline: the layers are dealt to {parallel.pipeline} stages, up to {layers} each, and "

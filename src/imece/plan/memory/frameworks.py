@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from imece.plan.setup import Precision
+from imece.plan.setup import Precision, Stages
 
-Stages = Literal["even", "by cost"]
 Selective = Literal["scores", "matrices"]
 
 
@@ -36,7 +35,7 @@ class Framework:
     # the logit and its gradient in the activations' dtype, and a piece of them in fp32:
     logit_piece_bytes: int = 2**28
     selective: Selective = "scores"  # what is recomputed
-    stages: Stages = "even"
+    stages: Stages = "dealt"
     waiting: int = 0  # hidden states, not divided by tensor parallelism, that wait for the network
     workspace_bytes: int = 0  # of libraries, from the framework's allocator
     slack: float = 0.0  # reserved over in use, minus 1
@@ -70,7 +69,7 @@ IMECE_CPU = Framework(
 IMECE_HOSTS = replace(IMECE, name="imece-hosts", late_sums=False, masters_are_shards=False)
 
 # The papers' own counting: Rajbhandari et al. 2020, section 3.1 (K = 12); Korthikanti et al. 2022, section 4.
-PAPER = Framework("paper", sums_as_masters=False, units_at_once=0, grown_units=0)
+PAPER = Framework("paper", sums_as_masters=False, units_at_once=0, grown_units=0, stages="even")
 
 # huggingface/nanotron. models/llama.py: queries are a slice of one copy of queries, keys and values, and
 # flash attention gets another copy of keys and values; silu(gate) * up is not fused; bf16 logits are cast to
@@ -89,7 +88,7 @@ NANOTRON = Framework(
 # i.e. what megatron_ci's gpt rows have allocated between steps beyond 18 or 6 + 12/d bytes.
 MEGATRON = Framework(
     "megatron", Precision(2, 0, 4, 4, 4, 2), sums_as_masters=False, gated_copies=3, logit_bytes=6.0,
-    workspace_bytes=75 * 10**6,
+    stages="even", workspace_bytes=75 * 10**6,
 )  # fmt: skip
 
 # FSDP with fp32 parameters, as mosaicml/llm-foundry and pytorch/torchtitan use it: gathered in bf16, one unit

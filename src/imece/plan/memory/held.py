@@ -7,14 +7,16 @@ real layout. Otherwise they are sums.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
 from imece import layout
 from imece.footprint import DIVIDED, Sizes
+from imece.models.dealing import deal, layer_cost
 from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
-from imece.plan.setup import Parallel, Recipe, Setup
+from imece.plan.setup import Parallel, Recipe, Setup, Stages
 
 _ALIGN_BYTES, _ITEM_ALIGN_BYTES = 128, 32  # of a shard and in it, as data_parallel/sharding/parts.py has it
 _MOST_LAID = 4000  # items: with more, a layout takes long, and its padding is negligible
@@ -44,29 +46,52 @@ class Held:
         return self.dense + self.all_experts
 
 
-def stage_layers(model: Model, pipeline: int, stage: int, framework: Framework, chunks: int = 1) -> int:
-    """Layers of a stage; if stages are "even", those of the largest."""
-    if pipeline == 1:
-        return model.layers
-    if framework.stages == "even":
-        return math.ceil(model.layers / (pipeline * chunks)) * chunks
-    share = (model.layers + model.table_parameters / _products(model)) / pipeline  # in units of layers
-    before, after = math.ceil(stage * share - 1e-9), math.ceil((stage + 1) * share - 1e-9)
-    return min(after, model.layers) - min(before, model.layers)
-
-
-def held(model: Model, parallel: Parallel, stage: int, framework: Framework) -> Held:
-    """What `stage` holds. The embedding is on the first stage and a separate head on the last, even if they
-    are tied."""
-    return _held(
-        model, parallel.tensor, parallel.pipeline, parallel.expert, parallel.interleave, stage, framework
+def stage_layers(setup: Setup, stages: Stages) -> tuple[int, ...]:
+    """Layers of each rank of the pipeline; if stages are "even", of the largest instead."""
+    parallel = setup.parallel
+    return _stage_layers(
+        setup.model, parallel.tensor, parallel.pipeline, parallel.interleave, setup.recipe.seq, stages
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _held(
-    model: Model, tensor: int, pipeline: int, expert: int, chunks: int, stage: int, framework: Framework
-) -> Held:
+def _stage_layers(
+    model: Model, tensor: int, pipeline: int, chunks: int, seq: int, stages: Stages
+) -> tuple[int, ...]:
+    if pipeline == 1:
+        return (model.layers,)
+    if stages == "even":
+        return (math.ceil(model.layers / (pipeline * chunks)) * chunks,) * pipeline
+    if stages == "dealt":
+        return _dealt_layers(model, tensor, pipeline, chunks, seq)
+    share = (model.layers + model.table_parameters / _products(model)) / pipeline  # in units of layers
+    ends = [min(math.ceil(stage * share - 1e-9), model.layers) for stage in range(pipeline + 1)]
+    return tuple(after - before for before, after in itertools.pairwise(ends))
+
+
+def _dealt_layers(model: Model, tensor: int, pipeline: int, chunks: int, seq: int) -> tuple[int, ...]:
+    """As imece.Pipeline deals them, which has its pieces' costs from model_parallel/cutting.py. All layers
+    cost the same here, also where some have a window."""
+    vectors = _vectors(model)
+    parameters = (model.layer_parameters - vectors) / tensor + vectors
+    seen = seq - model.windowed * max(0, seq - model.window)
+    layer = layer_cost(parameters, model.q_width / tensor, seen)
+    head = model.table_parameters / model.table_parts(tensor)
+    dealt = deal([*[layer] * model.layers, head], pipeline * chunks)
+    counts = [len(pieces) - (model.layers in pieces) for pieces in dealt]
+    return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
+
+
+def held(setup: Setup, stage: int, framework: Framework) -> Held:
+    """What `stage` holds. The embedding is on the first stage and a separate head on the last, even if they
+    are tied."""
+    parallel = setup.parallel
+    layers = stage_layers(setup, framework.stages)[stage]
+    return _held(setup.model, parallel.tensor, parallel.pipeline, parallel.expert, layers, stage)
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, stage: int) -> Held:
     vectors = _vectors(model)
     one = _expert(model)
     experts = model.experts * one
@@ -81,7 +106,7 @@ def _held(
     positions = model.learned_positions * model.width
     rest = (model.other_parameters - positions) * last + positions * first
     return Held(
-        layers=stage_layers(model, pipeline, stage, framework, chunks),
+        layers=layers,
         layer=matrices / tensor + vectors + router,
         experts=experts / tensor / expert,
         tables=tables,
@@ -100,7 +125,7 @@ def adapter_parameters(model: Model, rank: int) -> int:
 
 def trained_elements(setup: Setup, stage: int, framework: Framework) -> float:
     """Trained elements on one rank of `stage`, before data parallelism shards anything."""
-    part, recipe = held(setup.model, setup.parallel, stage, framework), setup.recipe
+    part, recipe = held(setup, stage, framework), setup.recipe
     if recipe.adapters == "none":
         return part.total
     return part.layers * adapter_parameters(setup.model, recipe.adapter_rank) / setup.parallel.tensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
 from imece.plan.memory.activations import kept_layer, layers_in_flight, tokens, whole_layer
 from imece.plan.memory.frameworks import IMECE, TORCH_LOSS_BYTES, Framework
-from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes
+from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes, stage_layers
 from imece.plan.memory.waiting import waiting_bytes
 from imece.plan.setup import Recipe, Setup
 
@@ -70,15 +71,23 @@ class _States:
 
 
 def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE) -> Memory:
-    """The memory of a rank of pipeline stage `stage`; None: the first or the last, whichever needs more.
+    """The memory of a rank of pipeline stage `stage`; None: of the one that needs most.
 
     Bytes per element are the recipe's; `framework` says what else is kept.
     """
     setup = replace(setup, model=setup.model.with_copies(setup.parallel.tensor))
-    if stage is not None or setup.parallel.pipeline == 1:
-        return _of_stage(setup, stage or 0, framework)
-    ends = (_of_stage(setup, at, framework) for at in (0, setup.parallel.pipeline - 1))
-    return max(ends, key=lambda each: each.total)
+    if stage is not None:
+        return _of_stage(setup, stage, framework)
+    found = (_of_stage(setup, at, framework) for at in _largest_stages(setup, framework))
+    return max(found, key=lambda each: each.total)
+
+
+def _largest_stages(setup: Setup, framework: Framework) -> Iterator[int]:
+    """The last stage, and those with more layers than all before: later ones keep fewer micro-batches."""
+    layers = stage_layers(setup, framework.stages)
+    for stage, count in enumerate(layers):
+        if stage == len(layers) - 1 or count > max(layers[:stage], default=-1):
+            yield stage
 
 
 def more_with_torchs_loss(setup: Setup, framework: Framework = IMECE) -> int:
@@ -89,7 +98,7 @@ def more_with_torchs_loss(setup: Setup, framework: Framework = IMECE) -> int:
 
 def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
-    part = held(model, parallel, stage, framework)
+    part = held(setup, stage, framework)
     notes: tuple[str, ...] = ()
     if recipe.adapters == "none":
         dealt = sizes(model, parallel, recipe, part, framework)

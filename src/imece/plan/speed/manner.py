@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from imece.plan.setup import Stages
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -30,7 +32,7 @@ class Manner:
     overlap_tensor: bool = False  # in backward, collectives run beside a column-split product's other product
     kept_units: int = 0  # zero3: units that stay from forward for backward, besides the root
     gathers_again: bool = False  # sequence parallelism gathers activations again in backward, to save memory
-    stages_by_cost: bool = False  # a pipeline's last stage has fewer layers, because it has the head
+    stages: Stages = "dealt"
     selective_products: float = (
         0.0  # share of products that selective recomputation repeats; 0: the core instead
     )
@@ -64,20 +66,25 @@ NANOTRON = Manner(
     overlap_gathers=False,
     overlap_tensor=True,
     gathers_again=True,
-    stages_by_cost=True,
+    stages="by cost",
 )
 
 # NVIDIA/Megatron-LM: softmax, bias and GELU, bias and dropout in one kernel each. By 2022 (Korthikanti et
 # al.) its backward reduced activations beside the product of the weights, which also summed gradients.
-MEGATRON_2021 = Manner("megatron-2021", overlap_gradients=False, scatters_pieces=True)
+MEGATRON_2021 = Manner("megatron-2021", overlap_gradients=False, scatters_pieces=True, stages="even")
 MEGATRON = Manner(
-    "megatron", overlap_gradients=False, overlap_tensor=True, adds_in_products=True, scatters_pieces=True
+    "megatron",
+    overlap_gradients=False,
+    overlap_tensor=True,
+    adds_in_products=True,
+    scatters_pieces=True,
+    stages="even",
 )
 
 # microsoft/Megatron-DeepSpeed as vTrain ran it.
 MEGATRON_DEEPSPEED = Manner(
     "megatron-deepspeed", layer_host_s=2.5e-3, collective_host_s=34e-6, step_s=6e-3, overlap_gradients=False,
-    overlap_tensor=True, adds_in_products=True,
+    overlap_tensor=True, adds_in_products=True, stages="even",
 )  # fmt: skip
 
 # mosaicml/llm-foundry: FSDP; attention in Triton, slower than version 2 of flash attention.

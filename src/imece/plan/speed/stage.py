@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from imece.plan.hardware import Cluster
+from imece.plan.memory.held import stage_layers
 from imece.plan.models.model import Model
 from imece.plan.setup import Recipe, Setup
 from imece.plan.speed.communication import along, collective_s, send_s
@@ -34,7 +35,7 @@ class StageTime:
     sends: float  # to the neighbours, exposed
     all_stages: float  # sum of all this over all stages: one micro-batch from end to end
     layers: int
-    most_layers: int  # of any stage; the first one has them
+    first_layers: int  # of the first stage
 
     @property
     def compute(self) -> float:
@@ -62,7 +63,7 @@ def stage_time(setup: Setup, cluster: Cluster, manner: Manner) -> StageTime:
         parallel.tensor, parallel.sequence and parallel.tensor > 1, parallel.context, parallel.pipeline,
         parallel.interleave, parallel.ranks // parallel.pipeline,
     )  # fmt: skip
-    return _stage_time(setup.model, cluster, manner, recipe, key)
+    return _stage_time(setup.model, cluster, manner, recipe, key, stages(setup, manner))
 
 
 @functools.lru_cache(maxsize=32768)
@@ -72,6 +73,7 @@ def _stage_time(
     manner: Manner,
     recipe: Recipe,
     key: tuple[int, bool, int, int, int, int],
+    layers: tuple[int, int, int],
 ) -> StageTime:
     tensor, sequence, context, pipeline, interleave, stride = key
     several_hosts = stride * pipeline > cluster.gpus_per_host
@@ -94,7 +96,7 @@ def _stage_time(
     host = _layer_host_s(manner, recipe, talk.calls)
     if manner.spread_host_s and several_hosts and tensor > 1:
         host += manner.spread_host_s * tensor * along(cluster, tensor, 1).hosts ** 0.5
-    most, last, rest = stages(model, manner, pipeline)
+    (first, most, last), rest = layers, model.layers - layers[-1]
     ring = _ring(cluster, model, manner, recipe, context, tensor, layer)
     device = layer_work + again + talk.exposed + ring.exposed
     waits = max(0.0, most * host - most * device)
@@ -122,7 +124,7 @@ def _stage_time(
         sends=sends * interleave + late if pipeline > 1 else 0.0,
         all_stages=rest * device + (pipeline - 1) * waits + end + all_sends + late * (pipeline + 1) / 2,
         layers=count,
-        most_layers=max(most, last),
+        first_layers=first,
     )
 
 
@@ -148,17 +150,22 @@ def added_bytes(recipe: Recipe) -> float:
     return 3 * precision.gradients if recipe.accumulation > 1 else 0.0
 
 
-def stages(model: Model, manner: Manner, pipeline: int) -> tuple[int, int, int]:
-    """Layers of the largest stage but the last; of the last, which has the head; and of all but the last."""
+def stages(setup: Setup, manner: Manner) -> tuple[int, int, int]:
+    """Layers of the first stage; of the largest but the last; and of the last, which has the head."""
+    model, pipeline = setup.model, setup.parallel.pipeline
     if pipeline == 1:
-        return 0, model.layers, 0
-    if not manner.stages_by_cost:
+        return model.layers, 0, model.layers
+    if manner.stages == "dealt":
+        first, *others, last = stage_layers(setup, manner.stages)
+        return first, max([first, *others]), last
+    if manner.stages == "even":
         most = -(-model.layers // pipeline)
         last = max(0, model.layers - most * (pipeline - 1))
-        return most, last, model.layers - last
+        return most, most, last
     head = model.table_parameters / model.layer_parameters
     last = max(0, round((model.layers + head) / pipeline - head))
-    return -(-(model.layers - last) // (pipeline - 1)), last, model.layers - last
+    most = -(-(model.layers - last) // (pipeline - 1))
+    return max(most, last), most, last
 
 
 def messages(pipeline: int) -> int:

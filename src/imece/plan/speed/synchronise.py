@@ -36,21 +36,20 @@ def trained_parameters(setup: Setup, stage: StageTime) -> float:
     """Of `held_parameters`, those that are trained."""
     model, recipe = setup.model, setup.recipe
     if recipe.adapters != "none":
-        return stage.most_layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
+        return stage.first_layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
     return held_parameters(setup, stage)
 
 
 def held_parameters(setup: Setup, stage: StageTime) -> float:
     """Parameters on one tensor rank of the first stage, before data parallelism shards them.
 
-    No stage holds more, because the first has the embedding and as many layers as any. Its backward ends
-    last, so the step waits for its gradients, whichever stage computes longest.
+    Its backward ends last, so the step waits for its gradients, whichever stage computes longest.
     """
     model = setup.model
     tables = model.table_parameters + model.other_parameters
     if setup.parallel.pipeline == 1 and not model.tied_head:
         tables += model.table_parameters
-    return (stage.most_layers * model.layer_parameters + tables) / setup.parallel.tensor
+    return (stage.first_layers * model.layer_parameters + tables) / setup.parallel.tensor
 
 
 def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> tuple[float, float]:
@@ -59,8 +58,8 @@ def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> tuple[f
     held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
     in_layers = FOUR_BIT if setup.recipe.adapters == "qlora" else 1 if in_fp8 else size
     layer = setup.model.layer_parameters / setup.parallel.tensor
-    rest = held - stage.most_layers * layer
-    return stage.most_layers * layer * in_layers + rest * size, layer * in_layers
+    rest = held - stage.first_layers * layer
+    return stage.first_layers * layer * in_layers + rest * size, layer * in_layers
 
 
 class _Gathers(NamedTuple):
@@ -74,7 +73,7 @@ def _gathers(
     setup: Setup, manner: Manner, stage: StageTime, in_fp8: bool = False
 ) -> tuple[_Gathers, _Gathers]:
     """(in forward, in backward). In forward the root is assumed to come in equal parts with the layers."""
-    units = max(1, stage.most_layers)
+    units = max(1, stage.first_layers)
     held, layer = _held_bytes(setup, stage, in_fp8)
     forward = _Gathers(units, held / units)
     if not manner.kept_units:
@@ -201,7 +200,7 @@ def _stepped_in_parts(
     held = trained_parameters(setup, stage) * setup.recipe.precision.parameters
     if not manner.overlap_gathers:
         return Synchronisation(exposed, collective_s(cluster, "all_gather", held, group), hidden)
-    units = max(1, stage.most_layers)
+    units = max(1, stage.first_layers)
     one = collective_s(cluster, "all_gather", held / units, group)
     exposed_gathers = exposed_before(stage.forward_lasts, units, one)
     busy = units * busy_s(cluster, "all_gather", held / units, group)
