@@ -27,6 +27,7 @@ from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, cros
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
+from imece.open_files import check_proc
 from imece.opening import opened
 from imece.store import connect, launchers_store, of_this_start, reach_launchers_store
 from imece.world import BACKEND, MEMBER, OPENED, World, check_not_opened, mark_opened, read_world
@@ -399,6 +400,7 @@ def _open_or_same(
                 "open to open another"
             )
         return _open
+    check_proc()
     check_backend(backend)
     _openings += 1
     try:

@@ -41,9 +41,24 @@ def allow_open_files() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
+def check_proc() -> None:
+    """UserError where /proc does not show this process by its own number: what is read there of memory, open
+    files and other ranks would be of no process, or of a stranger."""
+    try:
+        shown = os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        shown = False
+    if not shown:
+        raise UserError(
+            "/proc does not show this process: it is not mounted here, or is that of other processes, and "
+            "ranks find each other and their memory there: mount -t proc proc /proc (or unshare --mount-proc)"
+        )
+
+
 def check_open_files(ranks: int, files: Files) -> None:
     """UserError where this process may not open what so many ranks need. A store that can take no more
-    connections says nothing, and ranks would wait for it."""
+    connections says nothing, and ranks would wait for it. Nor without a /proc, in which they are counted."""
+    check_proc()
     if (why := lacking(ranks, files, allow_open_files())) is not None:
         raise UserError(why)
 

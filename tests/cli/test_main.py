@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -521,3 +522,46 @@ def test_in_a_folder_that_is_gone(
     (tmp_path / "gone").rmdir()
     assert main(["plan", "7B", "--gpus", "8xH100"]) == 2
     assert capsys.readouterr().err == "imece: the current folder has been removed: go to one that is there\n"
+
+
+@pytest.mark.parametrize("how", ["--mount", "--pid"])
+def test_without_a_proc_of_its_own(tmp_path: Path, how: str) -> None:
+    """Nothing is mounted there; or what is there shows other processes, which must not be taken for ranks."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("namespaces need root and unshare")
+    if subprocess.run(["unshare", how, "true"], check=False).returncode:
+        pytest.skip("no such namespaces here")
+    (tmp_path / "script.py").touch()
+    program = (
+        "import imece\n"
+        "from imece.cli.main import main\n"
+        "print([main(x.split()) for x in ('doctor', 'launch --ranks 1 script.py', 'train --ranks 1')])\n"
+        "for begin in (imece.init, lambda: imece.spawn(print, ranks=1)):\n"
+        "    try:\n"
+        "        begin()\n"
+        "    except imece.errors.UserError as error:\n"
+        "        print(error)\n"
+    )
+    mount = "mount -t tmpfs tmpfs /proc; " if how == "--mount" else ""
+    found = subprocess.run(
+        [
+            "unshare",
+            how,
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            f'{mount}"$0" -c "$1"',
+            sys.executable,
+            program,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    statuses, *lines = found.stdout.splitlines() + found.stderr.splitlines()
+    assert statuses == "[2, 2, 2]" and len(lines) == 5, found
+    assert all("/proc does not show this process: " in line for line in lines), lines
+    assert os.listdir(tmp_path) == ["script.py"]

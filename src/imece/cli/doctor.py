@@ -24,7 +24,7 @@ from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
-from imece.open_files import TRAIN, allow_open_files, lacking, most_ranks
+from imece.open_files import TRAIN, allow_open_files, check_proc, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 from imece.writing import NO_TEMPORARY, temporary_files, try_folder
 
@@ -72,6 +72,7 @@ def run(argv: Sequence[str]) -> int:
     )  # fmt: skip
     if not 1 <= options.ranks <= 64:
         raise UserError(f"--ranks {options.ranks}: from 1 to 64 ranks can be started")
+    check_proc()
     if options.attach is not None:
         return _attach(options.attach, options.json)
     found: list[Finding] = []
