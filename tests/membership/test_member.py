@@ -33,9 +33,10 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_errors, "error_on_gpus", lambda: asked.pop() if asked else "")
     world = SimpleNamespace(member=0, master_addr="127.0.0.1", master_port=1, agent_port=None, joining=False)
     mesh: Any = SimpleNamespace(world=world)
-    ours = member.Member(mesh)
-    while roster.beat(0) is None or asked:
+    ours = member.Member(mesh, 7)
+    while (beat := roster.beat(0)) is None or asked:
         time.sleep(0.001)
+    assert beat[1] == 7, "the steps of a checkpoint"
     (end,) = meshes.ended_last
     assert ours._beating.is_alive()
     end()

@@ -18,6 +18,8 @@ import pytest
 
 from imece.checkpoint import files as checkpoint_files
 from imece.checkpoint.load import all_steps
+from imece.membership.recovery import Recovery
+from imece.membership.roster import Roster
 from imece.train.step import Step
 from tests.membership.deaths import dropping
 from tests.train.command import Train, in_fork, train
@@ -248,7 +250,22 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     in_fork(impatient, str(tmp_path))
 
 
-def killed_in_the_report() -> None:
+def killed_in_the_report(said: str) -> None:
+    """said: a file for the steps that a member says it has finished. Copies take long, as large ones do."""
+    say, begin = Roster.say_alive, Recovery.begin
+
+    def slow(self: Recovery, step: int) -> None:
+        time.sleep(0.5)
+        begin(self, step)
+
+    def noted(self: Roster, member: int, beats: int, steps: int) -> None:
+        if member == 0:
+            with open(said, "a") as file:
+                file.write(f"{steps}\n")
+        say(self, member, beats, steps)
+
+    mock.patch.object(Roster, "say_alive", noted).start()
+    mock.patch.object(Recovery, "begin", slow).start()
     mock.patch("imece.train.finish.write_report", lambda run: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
@@ -276,8 +293,11 @@ def ends(folder: str) -> None:
     assert fewer.mistake() == f"{run} has 8 steps already, more than --steps 7: at least 8"
     assert files(run) == before
 
-    killed = train(["--run", run, "--steps=14"], path, fault=killed_in_the_report)
+    said = path / "said"
+    dying = functools.partial(killed_in_the_report, str(said))
+    killed = train(["--run", run, "--steps=14"], path, fault=dying)
     assert killed.status == 137, killed
+    assert min(map(int, said.read_text().split())) == 8, "steps of the checkpoint would look like new ones"
     assert "going on after step 8" in killed.out and last(run).step == 14
     finished = train(["--run", run], path)
     assert finished.status == 0 and "validation" in finished.out, "what was missing is made"

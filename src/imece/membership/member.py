@@ -50,12 +50,16 @@ class SupersededError(CollectiveError):
 class Member:
     """One process that goes on when others die. A job has one for each rank."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        """Begins to beat. The launcher of `mesh` must keep a roster (`keeps_roster`)."""
+    def __init__(self, mesh: Mesh, steps: int) -> None:
+        """Begins to beat. The launcher of `mesh` must keep a roster (`keeps_roster`).
+
+        steps: finished so far. Those of a checkpoint are said at once: later on the launcher would take them
+        for steps made since the start, and no row of deaths would ever end.
+        """
         world = mesh.world
         assert world.member is not None and world.master_addr and world.master_port
         self.mesh, self.number = mesh, world.member
-        self.steps = 0  # finished: the launcher gives up a member that makes none again and again
+        self.steps = steps  # finished: the launcher gives up a member that makes none again and again
         self.where = Where(lambda: self.steps)
         self._meeting = (world.master_addr, world.master_port)
         own = world.agent_port

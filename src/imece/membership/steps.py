@@ -129,7 +129,7 @@ def steps(
         )
     _looped.add(mesh)
     say_not_carried(mesh, model)
-    recovery = Recovery(Member(mesh), model, optimizers, state=carried.state, take=carried.take)
+    recovery = Recovery(Member(mesh, start), model, optimizers, state=carried.state, take=carried.take)
     kept = KeptGradients(model, optimizers)
     try:
         loop = _Loop(recovery, carried.modes, kept, start, total, recovered or (lambda _: None))

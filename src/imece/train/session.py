@@ -164,7 +164,7 @@ class Session:
             self.first = self.done
         if keeps_roster(self.mesh):
             self.replace_by(Recovery(
-                Member(self.mesh), self.wrapped, self.optimizers,
+                Member(self.mesh, self.done), self.wrapped, self.optimizers,
                 state=self._counters, take=self._take_counters, fallback=self._from_checkpoint,
                 frozen=not self.config.lora.rank,
             ))  # fmt: skip
