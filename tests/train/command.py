@@ -41,6 +41,7 @@ from unittest import mock
 import torch
 
 from imece.cli.main import main
+from imece.launch.signals import ENDING, hear_all
 from imece.train import alike
 from tests._rank_main import die_with
 from tests.ranks import run_ranks
@@ -254,10 +255,15 @@ class ForkedRank:
         assert (stdin, process_group) == (subprocess.DEVNULL, 0)
         sys.stdout.flush()
         pipes = {target: os.pipe() for target, kind in ((1, stdout), (2, stderr)) if kind is not None}
+        # A signal to the copy, before it has handlers of its own, would be heard by the launcher.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         self.pid = os.fork()
         if self.pid == 0:
             status = 70
             try:
+                signal.set_wakeup_fd(-1)
+                hear_all()
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 gc.freeze()  # what the launcher holds, its store say, must not be destroyed in a copy
                 atexit._clear()
                 os.setpgid(0, 0)
@@ -267,6 +273,7 @@ class ForkedRank:
                 status = _as_rank(list(command[1:]), env, pass_fds)
             finally:
                 os._exit(status)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for _, writer in pipes.values():
             os.close(writer)
         readers = {target: os.fdopen(reader, "rb", 0) for target, (reader, _) in pipes.items()}
@@ -278,9 +285,7 @@ class ForkedRank:
 
 
 def _as_rank(words: list[str], env: dict[str, str], kept: Sequence[int]) -> int:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for fd in set(range(3, 256)).difference(kept):
         with contextlib.suppress(OSError):
             os.close(fd)
