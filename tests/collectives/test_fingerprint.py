@@ -113,6 +113,18 @@ def test_only_the_reduce_op_or_the_root_differs() -> None:
     )
 
 
+def test_only_a_label_differs_that_all_ranks_must_have() -> None:
+    same, labels = fp.pack("all_gather", "", torch.float32, 6), {0: "unit 1", 1: "unit 2"}
+    names = {rank: fp.name_of(fp.SameLabel(label)) for rank, label in labels.items()}
+    assert fp.explain(3, {0: same, 1: same}, labels, names=dict.fromkeys(labels, names[0])) is None
+    assert all(not fp.name_of(label) for label in labels.values())
+    assert fp.explain(3, {0: same, 1: same}, labels, names=names) == (
+        "all_gather number 3 differs between ranks: rank 0 sent float32[6] (unit 1), rank 1 float32[6] (unit "
+        "2). Do both ranks run the same units in one order (units= says which: none that only some run, as "
+        "experts)?"
+    )
+
+
 def test_only_the_way_differs() -> None:
     same = fp.pack("broadcast", "", torch.float32, 6, 1)
     ways = {0: "", 1: "schedule pipelined_ring, parts 3", 2: ""}

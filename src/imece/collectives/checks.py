@@ -53,8 +53,8 @@ from imece.status import says_timed_out
 
 # What travels: number of the call, fingerprint, shape as six_dims, way; then the label, which is
 # not compared.
-_ROW = struct.Struct("=qq6q48s128s")
-_COMPARED_BYTES = 64 + 48
+_ROW = struct.Struct("=qq6qq48s128s")
+_COMPARED_BYTES = 72 + 48
 _SHUT_S = 5.0
 
 
@@ -64,6 +64,7 @@ class _Said(NamedTuple):
     number: int
     fingerprint: int
     shape: tuple[int, ...]
+    name: int
     way: str
     label: str
 
@@ -253,7 +254,8 @@ class Checker:
         self._number += 1
         fingerprint = fp.pack(op, reduce_op, dtype, math.prod(shape), root)
         row = bytearray(_ROW.size)
-        _ROW.pack_into(row, 0, self._number, fingerprint, *fp.six_dims(shape), way.encode(), label.encode())
+        name, texts = fp.name_of(label), (way.encode(), label.encode())
+        _ROW.pack_into(row, 0, self._number, fingerprint, *fp.six_dims(shape), name, *texts)
         what = f"{op} number {self._number}" + (f" ({label})" if label else "")
         if inline and self._behind is not None and len(self.companions.levels) > 1:
             self._behind.started.wait()  # or on some ranks this one might be the first between the hosts
@@ -354,8 +356,8 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 
 def _unpack(raw: bytes) -> _Said:
-    number, fingerprint, *dims, way, label = _ROW.unpack(raw)
-    return _Said(number, fingerprint, fp.shape_of(dims), text_of(way), text_of(label))
+    number, fingerprint, *dims, name, way, label = _ROW.unpack(raw)
+    return _Said(number, fingerprint, fp.shape_of(dims), name, text_of(way), text_of(label))
 
 
 def _explain(said: dict[int, _Said]) -> str:
@@ -366,6 +368,7 @@ def _explain(said: dict[int, _Said]) -> str:
         {rank: row.label for rank, row in said.items()},
         {rank: row.shape for rank, row in said.items()},
         {rank: row.way for rank, row in said.items()},
+        {rank: row.name for rank, row in said.items()},
     )
     if message is not None:
         return message

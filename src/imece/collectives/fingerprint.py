@@ -10,6 +10,7 @@ of what ranks exchange: append to them, never reorder.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,8 +41,12 @@ _DTYPE_BITS: dict[torch.dtype | None, int] = {None: 0} | {
 DTYPE_CODES = {dtype: bits >> _DTYPE_SHIFT for dtype, bits in _DTYPE_BITS.items()}
 
 
+class SameLabel(str):
+    """A label that all ranks must have in common: only it tells this tensor from others of its size."""
+
+
 class Announced(NamedTuple):
-    """A call as a rank tells the others of it. All ranks must agree in everything but the label."""
+    """A call as a rank tells the others of it. All ranks must agree in everything but a plain label."""
 
     op: str  # of OPS
     dtype: torch.dtype | None  # of the tensor that must be alike on all ranks, the input; None: no tensor
@@ -138,15 +143,16 @@ def explain(
     labels: Mapping[int, str] | None = None,
     shapes: Mapping[int, tuple[int, ...]] | None = None,
     ways: Mapping[int, str] | None = None,
+    names: Mapping[int, int] | None = None,
 ) -> str | None:
     """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
 
-    fingerprints, labels, shapes, ways: by rank in the world. Ranks agree if their fingerprints and (if given)
-    their shapes and ways are equal; labels are shown and never compared. A way is "schedule ring" or "wire
-    bf16", for instance; "" is the backend's own way.
+    fingerprints, labels, shapes, ways, names: by rank in the world. Ranks agree if their fingerprints and (if
+    given) their shapes, ways and names are equal; labels are shown and never compared. A way is "schedule
+    ring" or "wire bf16", for instance; "" is the backend's own way. A name is a `name_of`, of a label.
     """
-    shapes, ways = shapes or {}, ways or {}
-    same_call = len(set(fingerprints.values())) <= 1 and len(set(shapes.values())) <= 1
+    shapes, ways, names = shapes or {}, ways or {}, names or {}
+    same_call = all(len({*each.values()}) <= 1 for each in (fingerprints, shapes, names))
     same_way = len(set(ways.values())) <= 1
     if same_call and same_way:
         return None
@@ -162,14 +168,17 @@ def explain(
         label = (labels or {}).get(rank, "")
         said[rank] = f"{text} ({label})" if label else text
     op = next(iter(fields.values())).op if same_op else ""
-    asked = "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts"
-    return mismatch_message(
-        seq,
-        said,
-        op=op,
-        verb="sent" if same_but_tensor else "called",
-        asked=asked if same_call else "run the same forward",
-    )
+    asked = "run the same forward"
+    if same_call:
+        asked = "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts"
+    elif any(names.values()):
+        asked = "run the same units in one order (units= says which: none that only some run, as experts)"
+    return mismatch_message(seq, said, op=op, verb="sent" if same_but_tensor else "called", asked=asked)
+
+
+def name_of(label: str) -> int:
+    """What ranks compare of a label: a number above 0 of one that all must have in common, else 0."""
+    return 1 + zlib.crc32(label.encode()) if isinstance(label, SameLabel) else 0
 
 
 def six_dims(shape: Sequence[int]) -> list[int]:

@@ -89,3 +89,33 @@ def test_which_unit_has_a_parameter() -> None:
 def test_gathers_in_flight_is_checked() -> None:
     with pytest.raises(ValueError, match="gathers_in_flight is 0"):
         GatherOptions(in_flight=0)
+
+
+class Expert(Block):
+    """Runs on some of the tokens."""
+
+
+class Mixture(nn.Module):
+    """Experts by one of two signs: the name of their list, or of their class."""
+
+    def __init__(self, inside: nn.Module | None = None, **lists: type[nn.Module]) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        for name, kind in lists.items():
+            self.add_module(name, nn.ModuleList(kind() for _ in range(4)))
+        if inside is not None:
+            self.inside = inside
+
+
+def test_experts_are_no_units_as_each_rank_may_run_others() -> None:
+    for lists in ({"experts": Block}, {"mlps": Expert}):
+        assert names_of(Mixture(**lists)) == [""]
+        two = nn.ModuleDict({"first": Mixture(**lists), "head": nn.Linear(2, 2), "last": Mixture(**lists)})
+        assert names_of(two) == ["", "first", "last"]
+        blocks = nn.ModuleList(Mixture(**lists) for _ in range(2))
+        assert names_of(blocks) == ["", "0", "1"]
+        mixed = nn.ModuleList([Block(), nn.Sequential(Mixture(**lists), nn.Linear(2, 2))])
+        assert names_of(mixed) == ["", "1.0"]
+        assert names_of(Mixture(Small(), **lists))[1:] == [f"inside.blocks.{at}" for at in range(4)]
+    assert names_of(Mixture(mlps=Block))[1:] == [f"mlps.{at}" for at in range(4)], "nobody says what they are"
+    assert len(names_of(Mixture(experts=Block), (Block,))) == 5, "wanted so"

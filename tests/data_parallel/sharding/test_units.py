@@ -540,6 +540,16 @@ def one_rank_alone(group: dist.ProcessGroup) -> None:
         loss_of(model, 1).backward()
 
 
+def another_unit_on_each_rank(group: dist.ProcessGroup) -> None:
+    """Of the same size, so that what comes would be of two units."""
+    model, _ = wrap(made(), group)
+    blocks = model.module.blocks
+    model.module.blocks = nn.ModuleList([blocks[group.rank()]])
+    said = r"unit blocks.0.*unit blocks.1.*run the same units in one order \(units= says which"
+    with pytest.raises(MismatchError, match=said):
+        loss_of(model, 1)
+
+
 # The whole for a while.
 
 
@@ -784,6 +794,7 @@ CHECKS |= {
     "masters keep bits": masters_keep_bits,
     "states": states,
     "one rank alone": one_rank_alone,
+    "another unit on each rank": another_unit_on_each_rank,
 }
 
 SLOW = ["unused on some ranks, accumulated", "units by size", "units by class", "many in flight"]

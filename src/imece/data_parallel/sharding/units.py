@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imece.collectives import ops
+from imece.collectives.fingerprint import SameLabel
 from imece.collectives.pending import Pending
 from imece.data_parallel.sharding import freed
 from imece.data_parallel.sharding.offload import Lane
@@ -195,7 +196,7 @@ class Unit:
         for flat in self.flats:
             flat.take()
             with flat.own_here(group.rank()) as own:
-                full, label = flat.full, f"parameters of {self}"
+                full, label = flat.full, SameLabel(f"parameters of {self}")
                 work = ops.all_gather(full, own, group=group, schedule=schedule, async_op=True, label=label)
             self._works.append(work)
 
@@ -239,7 +240,8 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
     """The units: the root first, then the others in the order of the model's modules.
 
     wanted: None: the children of the outermost lists (nn.ModuleList, nn.Sequential) whose children share a
-    class; classes: their outermost modules; a number: the smallest modules with at least so many elements.
+    class, and instead of experts, of which each rank may run others, the module with the list of them;
+    classes: their outermost modules; a number: the smallest modules with at least so many elements.
 
     ValueError for classes that the model does not have, or a number below 1.
     """
@@ -291,13 +293,26 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module) -> Iterable[nn.Module]:
-    children = [each for each in module.children() if _has_parameters(each)]
-    alike = len({type(each) for each in children}) == 1 and not isinstance(children[0], _CONTAINERS)
-    if isinstance(module, nn.ModuleList | nn.Sequential) and alike:
-        yield from children
-    else:
-        for child in children:
-            yield from _repeated(child)
+    named = {name: each for name, each in module.named_children() if _has_parameters(each)}
+    alike = len({type(each) for each in named.values()}) == 1
+    if isinstance(module, nn.ModuleList | nn.Sequential) and alike and not _are_lists(named.values()):
+        yield from named.values()
+        return
+    others = [each for name, each in named.items() if not _are_experts(name, each)]
+    if len(others) < len(named) and not isinstance(module, _CONTAINERS):
+        yield module
+    for child in others:
+        yield from _repeated(child)
+
+
+def _are_lists(modules: Iterable[nn.Module]) -> bool:
+    return any(isinstance(each, _CONTAINERS) for each in modules)
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    """Whether these are modules of which each rank may run others."""
+    kinds = {type(each).__name__ for each in module.children()}
+    return isinstance(module, _CONTAINERS) and "expert" in " ".join([name, *kinds]).lower()
 
 
 def _of_class(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterable[nn.Module]:
