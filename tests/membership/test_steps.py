@@ -331,7 +331,7 @@ def test_where_a_scheduler_may_go_on(place: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loops_of, "keeps_roster", lambda _: True)
     monkeypatch.setattr(meshes, "current", Played)
     monkeypatch.setattr(loops_of, "begin_draws", mock.Mock())
-    monkeypatch.setattr(loops_of, "Member", lambda _: member)
+    monkeypatch.setattr(loops_of, "Member", lambda *_: member)
     monkeypatch.setattr(recovery, "TrainingState", mock.Mock())
     monkeypatch.setattr(recovery.Recovery, "meet", mock.Mock())
 
