@@ -151,6 +151,7 @@ def test_weights_that_are_not_finite(
 ) -> None:
     def spoilt(*args: Any) -> Transformer:
         model = model_of(*args)
+        assert isinstance(model, Transformer)
         with torch.no_grad():
             model.embed.weight.fill_(torch.nan)
         return model

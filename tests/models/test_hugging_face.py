@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -472,7 +473,11 @@ def test_tensors_that_are_not_the_models() -> None:
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm"),
     ],
 )
-def test_models_that_cannot_be_read(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_read(
+    tmp_path: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without transformers, which computes some of them."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
     write(tmp_path, model_of(PLAIN))
     change(tmp_path, **values)
     with pytest.raises(UserError, match=message) as refused:

@@ -341,8 +341,8 @@ def with_tensors(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
         (lambda folder: shutil.rmtree(folder), "no such folder: name a run, or a folder with config.json"),
         (lambda folder: (folder / "config.json").unlink(), "nor a model in .* has no config.json"),
         (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
-            "model_type is 'gpt2'; there are llama, mistral",
+            lambda folder: (folder / "config.json").write_text('{"model_type": "none"}'),
+            "model_type is 'none'; there are llama, mistral",
         ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
         (

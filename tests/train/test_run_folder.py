@@ -17,7 +17,7 @@ from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.presets import PRESETS
-from imece.models.shape import RopeScaling
+from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import DataSection, TrainConfig
 from imece.train.origin import trained_model
@@ -63,7 +63,8 @@ def test_its_files_are_no_text_once_it_has_begun(tmp_path: Path) -> None:
 def test_shapes_as_json() -> None:
     for shape in PRESETS.values():
         assert read_shape(shape_as_json(shape)) == shape
-    assert isinstance(read_shape(shape_as_json(PRESETS["llama-8b"])).rope_scaling, RopeScaling)
+    read = read_shape(shape_as_json(PRESETS["llama-8b"]))
+    assert isinstance(read, TransformerConfig) and isinstance(read.rope_scaling, RopeScaling)
 
 
 def test_best_and_last(folder: RunFolder) -> None:

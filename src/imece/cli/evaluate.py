@@ -32,7 +32,7 @@ from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.data.whole_windows import WholeWindows
 from imece.errors import UserError
 from imece.listing import many
-from imece.models.shape import TransformerConfig
+from imece.models.language_model import LanguageConfig
 from imece.observe.units import megabytes, si
 from imece.train.config import DataSection, Dtype, TrainConfig, also, defaults, separates
 from imece.train.evaluate import Nats, evaluate, summed
@@ -182,7 +182,7 @@ def _precision(asked: Dtype, device: torch.device) -> Precision:
     return choose_precision(asked, device)
 
 
-def _sequence_length(options: EvalOptions, config: TrainConfig, shape: TransformerConfig, part: Part) -> int:
+def _sequence_length(options: EvalOptions, config: TrainConfig, shape: LanguageConfig, part: Part) -> int:
     """Tokens of a sequence. Says how many records are longer. UserError if the model has fewer positions."""
     seq = options.model.max_seq or sequence_length(config, shape)
     if seq > shape.max_seq:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from imece.models.transformer import KVCache, Transformer
+from imece.models.language_model import LanguageModel
 
 
 class LogitsError(ArithmeticError):
@@ -16,7 +16,7 @@ class LogitsError(ArithmeticError):
 
 
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     prompt_tokens: Sequence[int],
     max_new: int,
     temperature: float = 1.0,
@@ -58,9 +58,8 @@ def generate(
 
     # A function of its own: a generator function would check nothing before the first token is asked for.
     def tokens() -> Iterator[int]:
-        weight = model.embed.weight
-        capacity = min(len(prompt) + max_new, config.max_seq)
-        cache = KVCache(config, 1, capacity, device=weight.device, dtype=weight.dtype)
+        device = next(model.parameters()).device
+        cache = model.new_cache(min(len(prompt) + max_new, config.max_seq))
         seen, new = list(prompt), prompt
         for _ in range(max_new):
             if cache.length == config.max_seq:
@@ -68,7 +67,7 @@ def generate(
                 cache.length = 0
                 del seen[: -max(1, config.max_seq // 2)]
                 new = list(seen)
-            logits = model(torch.tensor([new], device=weight.device), cache=cache, last_only=True)[0, -1]
+            logits = model(torch.tensor([new], device=device), cache=cache, last_only=True)[0, -1]
             token = _choose(logits[:entries].float(), temperature, top_k, top_p, generator)
             if token in stop:
                 return

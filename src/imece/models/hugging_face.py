@@ -1,6 +1,7 @@
 """Reads and writes the model as a folder of Hugging Face's format, which transformers loads.
 
-No tensor is changed, only its name: both sides pair the channels of a head in the same order.
+No tensor is changed, only its name: both sides pair the channels of a head in the same order. A model of a
+kind that `Transformer` cannot be is transformers' own (foreign.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from imece.errors import UserError
 from imece.listing import some
-from imece.models.hugging_face_config import Json, content_of, shape_from
+from imece.models.foreign import ForeignConfig, NotInstalledError
+from imece.models.hugging_face_config import Json, OtherKindError, content_of, shape_from
+from imece.models.language_model import LanguageConfig, outline
 from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer
 
 Shape = tuple[int, ...]
 
@@ -81,8 +83,14 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{_IN_BLOCK[part]}.{kind}"
 
 
+def keys_of(config: LanguageConfig, name: str) -> tuple[str, ...]:
+    """Names that files may have for a parameter; the first is the one to write. ValueError for an unknown
+    parameter."""
+    return config.keys(name) if isinstance(config, ForeignConfig) else (hugging_face_name(name),)
+
+
 def to_hugging_face(
-    config: TransformerConfig,
+    config: LanguageConfig,
     tensors: Iterable[tuple[str, Tensor]],
     *,
     dtype: torch.dtype = torch.float32,
@@ -91,20 +99,30 @@ def to_hugging_face(
 ) -> tuple[Json, Iterator[tuple[str, Tensor]]]:
     """(content of config.json for files in `dtype`, the tensors with their new names, unchanged).
 
-    `tensors` are those of `Transformer.named_parameters` in any order. They are taken one by one while the
+    `tensors` are those of the model's `named_parameters` in any order. They are taken one by one while the
     second result is read; so its errors come then: ValueError for a tensor too many, too few, or of a wrong
     shape. end: the token behind each document, which also stands before each document. like: the model_type
-    to write if the shape fits several. ValueError if it fits none.
+    to write if the shape fits several. ValueError if it fits none. Of a foreign model the content is what it
+    was.
     """
-    return content_of(config, dtype, end, like), _renamed(config, tensors)
+    if isinstance(config, ForeignConfig):
+        name = str(dtype).removeprefix("torch.")
+        content: Json = json.loads(config.content) | {"dtype": name, "torch_dtype": name}
+    else:
+        content = content_of(config, dtype, end, like)
+    return content, _renamed(config, tensors)
 
 
 def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, Tensor]]:
     """(shape, all parameters by `Transformer`'s names in the dtype of the file).
 
-    UserError as from `HuggingFaceModel.open`.
+    UserError as from `HuggingFaceModel.open`, and for a model of another kind.
     """
     model = HuggingFaceModel.open(folder)
+    if isinstance(model.config, ForeignConfig):
+        raise UserError(
+            f"{folder}: a {model.config.kind}, which Transformer cannot be: read it with transformers"
+        )
     return model.config, {name: model.tensor(name) for name in shapes_of(model.config)}
 
 
@@ -113,6 +131,7 @@ class _Place:
     """Where a tensor lies on the disk."""
 
     path: Path
+    key: str  # its name there
     start: int  # bytes from the start of the file
     dtype: torch.dtype
 
@@ -125,35 +144,34 @@ class HuggingFaceModel:
     """
 
     folder: Path
-    config: TransformerConfig
+    config: LanguageConfig
     _places: Mapping[str, _Place] = field(repr=False)
-    """By Hugging Face's names."""
 
     @classmethod
     def open(cls, folder: Path | str) -> HuggingFaceModel:
         """The model in this folder. Of the tensors' files only the headers are read.
 
-        UserError, with the file's name, if a file is missing or damaged, if `Transformer` cannot be this
-        model (another architecture, other rotary positions, quantised), or if a tensor is missing, of a wrong
-        shape, or unknown.
+        UserError, with the file's name, if a file is missing or damaged, if no model can be built of it
+        (quantised, or of another kind than ours and transformers is not installed or does not know it), or if
+        a tensor is missing, of a wrong shape, or unknown.
         """
         folder = Path(folder)
         config = read_config(folder / CONFIG)
         return cls(folder, config, _places(folder, _files(folder), config))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file of the tensor with this name in `Transformer`."""
-        return self._places[hugging_face_name(name)].dtype
+        """The dtype in the file of the tensor with this name in the model."""
+        return self._places[name].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor with this name in `Transformer`, in the dtype of the file. UserError if it cannot be
+        """The tensor with this name in the model, in the dtype of the file. UserError if it cannot be
         read."""
         shape = shapes_of(self.config)[name]
         return self.slice(name, 0, math.prod(shape)).view(shape)
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, [stop - start]. UserError if they cannot be read."""
-        place = self._places[hugging_face_name(name)]
+        place = self._places[name]
         out = torch.empty(stop - start, dtype=place.dtype, device="cpu")
         left, at = out.view(torch.uint8).numpy().data, place.start + start * out.itemsize
         try:
@@ -178,18 +196,21 @@ class HuggingFaceModel:
             part = flat[at : at + _CHUNK]
             part.copy_(self.slice(name, start + at, start + at + len(part)))
             if not part.isfinite().all():
-                key = hugging_face_name(name)
+                place = self._places[name]
                 raise UserError(
-                    f"{self._places[key].path}: {key} has numbers that are not finite: get the file again"
+                    f"{place.path}: {place.key} has numbers that are not finite: get the file again"
                 )
 
 
-def read_config(path: Path) -> TransformerConfig:
-    """The shape that a config.json describes. UserError, with its name, if it is missing or describes another
-    model."""
+def read_config(path: Path) -> LanguageConfig:
+    """What a config.json describes: a shape of ours, or else a model of transformers. UserError, with its
+    name, if it is missing or describes another model."""
     content = read_json(path)
     try:
-        return shape_from(content)
+        try:
+            return shape_from(content)
+        except OtherKindError as other:
+            return _foreign(content, other)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(
@@ -197,9 +218,18 @@ def read_config(path: Path) -> TransformerConfig:
         ) from error
 
 
-def hugging_face_shapes(config: TransformerConfig) -> dict[str, Shape]:
+def _foreign(content: Json, other: OtherKindError) -> ForeignConfig:
+    try:
+        return ForeignConfig.of(content)
+    except NotInstalledError:
+        raise ValueError(f"{other}; other kinds need transformers: pip install 'imece[hf]'") from None
+    except ValueError as error:
+        raise ValueError(f"{other}; {error}") from error
+
+
+def hugging_face_shapes(config: LanguageConfig) -> dict[str, Shape]:
     """The shapes of all tensors by Hugging Face's names, in the order of the model."""
-    return {hugging_face_name(name): shape for name, shape in shapes_of(config).items()}
+    return {keys_of(config, name)[0]: shape for name, shape in shapes_of(config).items()}
 
 
 def generation_config(end: int) -> Json:
@@ -207,7 +237,7 @@ def generation_config(end: int) -> Json:
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": True}
 
 
-def tokenizer_config(config: TransformerConfig, end: str) -> Json:
+def tokenizer_config(config: LanguageConfig, end: str) -> Json:
     """The content of tokenizer_config.json, beside a tokenizer.json. end: the end token as text."""
     return {
         # Without a class transformers would take Llama's own, which changes what tokenizer.json says.
@@ -221,47 +251,54 @@ def tokenizer_config(config: TransformerConfig, end: str) -> Json:
     }
 
 
-def _renamed(
-    config: TransformerConfig, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def _renamed(config: LanguageConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     expected = shapes_of(config)
     for name, tensor in tensors:
         shape = expected.pop(name, None)
         if shape != tuple(tensor.shape):
             wanted = "is none of this model's, or came twice" if shape is None else f"should be {list(shape)}"
             raise ValueError(f"{name}, {list(tensor.shape)}, {wanted}")
-        yield hugging_face_name(name), tensor.detach()
+        yield keys_of(config, name)[0], tensor.detach()
     if expected:
         raise ValueError(f"{len(expected)} tensors are missing, such as {next(iter(expected))}")
 
 
-def shapes_of(config: TransformerConfig) -> dict[str, Shape]:
-    """The shapes of all parameters by their names in `Transformer`."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def shapes_of(config: LanguageConfig) -> dict[str, Shape]:
+    """The shapes of all parameters by their names in the model."""
+    if isinstance(config, ForeignConfig):
+        return dict(config.shapes)
+    return {name: tuple(parameter.shape) for name, parameter in outline(config).named_parameters()}
 
 
-def _places(folder: Path, files: Mapping[str, Path], config: TransformerConfig) -> dict[str, _Place]:
-    """Where each of the model's tensors lies. UserError if the files' headers do not agree with the
-    config."""
-    shapes = hugging_face_shapes(config)
-    if missing := [key for key in shapes if key not in files]:
+def _places(folder: Path, files: Mapping[str, Path], config: LanguageConfig) -> dict[str, _Place]:
+    """Where each of the model's tensors lies, by the model's names. UserError if the files' headers do not
+    agree with the config."""
+    shapes = shapes_of(config)
+    named = {name: keys_of(config, name) for name in shapes}
+    keys = {name: next((key for key in several if key in files), None) for name, several in named.items()}
+    if missing := [named[name][0] for name, key in keys.items() if key is None]:
         more = f", nor {len(missing) - 1} more" if missing[1:] else ""
         raise UserError(
             f"{folder}: there is no tensor {missing[0]}{more}, but {CONFIG} asks for it: get the folder again"
         )
-    if extra := [key for key in files if key not in shapes and not key.endswith(_COMPUTED)]:
+    known = {key for several in named.values() for key in several}
+    if extra := [key for key in files if key not in known and not _is_computed(config, key)]:
         raise UserError(
             f"{folder}: {some(extra, _SHOWN)}, of which {CONFIG} knows nothing: get the folder "
             "again, or name another"
         )
+    headers = {path: _header(path) for path in dict.fromkeys(files[key] for key in keys.values() if key)}
     places = {}
-    for path in dict.fromkeys(files[key] for key in shapes):
-        begins, header = _header(path)
-        for key in (key for key in shapes if files[key] == path):
-            places[key] = _place(path, key, begins, header.get(key), shapes[key])
+    for name, key in keys.items():
+        assert key is not None
+        begins, header = headers[files[key]]
+        places[name] = _place(files[key], key, begins, header.get(key), shapes[name])
     return places
+
+
+def _is_computed(config: LanguageConfig, key: str) -> bool:
+    """Whether a tensor in a file is no parameter, but can be computed."""
+    return key.endswith(_COMPUTED) or (isinstance(config, ForeignConfig) and config.is_computed(key))
 
 
 def _place(path: Path, key: str, begins: int, entry: Json | None, shape: Shape) -> _Place:
@@ -277,7 +314,7 @@ def _place(path: Path, key: str, begins: int, entry: Json | None, shape: Shape) 
             f"{path}: {key} is {entry['shape']}, by {CONFIG} it is {list(shape)}: get both files again, from "
             "one place"
         )
-    return _Place(path, begins + int(entry["data_offsets"][0]), _DTYPES[entry["dtype"]])
+    return _Place(path, key, begins + int(entry["data_offsets"][0]), _DTYPES[entry["dtype"]])
 
 
 def _header(path: Path) -> tuple[int, Json]:

@@ -22,6 +22,10 @@ _MOST_LAYERS = 10_000  # config.json may not ask for more: every layer is built,
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
+class OtherKindError(ValueError):
+    """`Transformer` cannot be this kind of model."""
+
+
 @dataclass(frozen=True)
 class _Family:
     """How models of one `model_type` differ from Llama."""
@@ -96,17 +100,17 @@ _DEFAULTS = {
 
 
 def shape_from(content: Json) -> TransformerConfig:
-    """The shape that a config.json describes. ValueError, TypeError, KeyError or AttributeError if there is
-    none."""
+    """The shape that a config.json describes. OtherKindError if `Transformer` cannot have it; ValueError,
+    TypeError, KeyError or AttributeError if nothing can."""
     kind = content["model_type"]
+    if content.get("quantization_config") is not None:
+        raise ValueError("its weights are quantised, as quantization_config says")
     if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; there are {', '.join(_FAMILIES)}")
+        raise OtherKindError(f"model_type is {kind!r}; there are {', '.join(_FAMILIES)}")
     family = _FAMILIES[kind]
     content = {**_DEFAULTS, **family.defaults, **content}
     if content["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act is {content['hidden_act']!r}, only 'silu' is possible")
-    if content.get("quantization_config") is not None:
-        raise ValueError("its weights are quantised, as quantization_config says")
+        raise OtherKindError(f"hidden_act is {content['hidden_act']!r}, only 'silu' is possible")
     theta, scaling = _read_rope(content, family.theta)
     layers = _whole(content, "num_hidden_layers")
     if layers > _MOST_LAYERS:
@@ -247,10 +251,10 @@ def _read_rope(content: Json, default_theta: float) -> tuple[float, RopeScaling 
     theta = float(rope.get("rope_theta") or content.get("rope_theta") or default_theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"its rotary positions are of the type {kind!r}, not 'default' or 'llama3'")
+        raise OtherKindError(f"its rotary positions are of the type {kind!r}, not 'default' or 'llama3'")
     for where in (rope, content):
         if where.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor is {where['partial_rotary_factor']}, not 1.0")
+            raise OtherKindError(f"partial_rotary_factor is {where['partial_rotary_factor']}, not 1.0")
     if kind == "default":
         return theta, None
     return theta, RopeScaling(

@@ -123,6 +123,11 @@ class Transformer(nn.Module):
             return cast(Tensor, checkpoint(block, x, rotation, None, visible, use_reentrant=False))
         return cast(Tensor, block(x, rotation, cache, visible))
 
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` positions of one sequence."""
+        weight = self.embed.weight
+        return KVCache(self.config, 1, capacity, device=weight.device, dtype=weight.dtype)
+
     def loss(
         self, tokens: Tensor, targets: Tensor, ignore: int = -100, reduction: Reduction = "mean"
     ) -> Tensor:

@@ -25,6 +25,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.listing import many
 from imece.membership.pieces import Pieces
+from imece.models.language_model import LanguageModel
 from imece.models.transformer import Transformer
 from imece.observe.units import si
 from imece.train.config import LINEAR, LoraSection, TrainConfig
@@ -117,7 +118,7 @@ def first_pieces(config: TrainConfig, model: nn.Module) -> Source:
     return start
 
 
-def describe(model: Transformer, lora: LoraSection) -> str:
+def describe(model: LanguageModel, lora: LoraSection) -> str:
     """ "LoRA rank 16 on 7 layers a block: 0.9M of 135M parameters trained"."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     kind = f"QLoRA ({lora.quantize})" if lora.quantize != "none" else "LoRA"

@@ -13,6 +13,7 @@ from imece.checkpoint.names import MODEL
 from imece.checkpoint.training_state import TrainingState
 from imece.checkpoint.weights import shaped
 from imece.membership.pieces import Pieces
+from imece.models.language_model import LanguageConfig, LanguageModel, outline
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.adapters import adapted, first_pieces
@@ -26,10 +27,10 @@ _CPU = torch.device("cpu")
 
 def new_model(
     config: TrainConfig,
-    shape: TransformerConfig,
+    shape: LanguageConfig,
     device: torch.device = _CPU,
     precision: Precision | None = None,
-) -> Transformer:
+) -> LanguageModel:
     """The model on the CPU with random weights, which a seed makes the same for any device.
 
     If the run begins from a folder, the model is on the meta device: whoever divides it among ranks gives it
@@ -37,11 +38,12 @@ def new_model(
     on `device`; precision: of its products. UserError if the base cannot be read.
     """
     if not config.model.weights:
+        assert isinstance(shape, TransformerConfig)
         return Transformer(shape, generator=torch.Generator().manual_seed(config.seed))
-    with torch.device("meta"):
-        model = Transformer(shape)
+    model = outline(shape)
     if not config.lora.rank:
         return model
+    assert isinstance(model, Transformer)
     base = open_base(config, RunFolder(config.folder))
     return adapted(config, base, model, device, precision or choose_precision("fp32", device))
 
@@ -60,7 +62,7 @@ def begin_with(config: TrainConfig) -> Source | None:
 
 
 def begin_again(
-    state: TrainingState, optimizers: Sequence[Optimizer], config: TrainConfig, model: Transformer
+    state: TrainingState, optimizers: Sequence[Optimizer], config: TrainConfig, model: LanguageModel
 ) -> None:
     """Reset `model`, which `state` belongs to, and `optimizers` to the beginning of the run. All ranks call
     this."""
@@ -71,7 +73,7 @@ def begin_again(
     state.load(start, frozen=not adapters)
 
 
-def _random(config: TrainConfig, model: Transformer) -> Source:
+def _random(config: TrainConfig, model: LanguageModel) -> Source:
     start = Pieces()
     for name, each in shaped(new_model(config, model.config)).items():
         start.add(MODEL + name, tuple(each.shape), 0, each.detach().view(-1))

@@ -13,6 +13,8 @@ from imece.model_parallel.pipeline import Pipeline, check_sends
 from imece.model_parallel.plan import check_counts
 from imece.model_parallel.schedules import Loss
 from imece.model_parallel.tensor import tensor_parallel
+from imece.models.foreign import ForeignConfig
+from imece.models.language_model import LanguageConfig, LanguageModel
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer, units_of
 from imece.train.batch import BatchPlan
@@ -45,10 +47,14 @@ def groups_of(section: MeshSection, ranks: int) -> int:
     return groups
 
 
-def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> None:
-    """UserError for a model, or sequences (in tokens), that cannot be divided as the config says."""
+def check_divided(config: TrainConfig, shape: LanguageConfig, seq: int) -> None:
+    """UserError for a model, or sequences (in tokens), that cannot be divided as the config says, and for
+    what only a model of ours can."""
     if config.mesh.sequence and config.mesh.tensor == 1:
         raise UserError("--mesh.sequence is for ranks that divide matrices: give --mesh.tensor, 2 or more")
+    if isinstance(shape, ForeignConfig):
+        _check_foreign(config, shape)
+        return
     if config.mesh.size == 1:
         return
     asked = _asked(config.mesh)
@@ -74,15 +80,16 @@ def check_divided(config: TrainConfig, shape: TransformerConfig, seq: int) -> No
         _check_layers(asked, config, shape)
 
 
-def divided(model: Transformer, config: TrainConfig, mesh: Mesh) -> Transformer:
+def divided(model: LanguageModel, config: TrainConfig, mesh: Mesh) -> LanguageModel:
     """Divide the matrices in place, so that this rank has its part. All ranks call this."""
     if config.mesh.tensor == 1:
         return model
+    assert isinstance(model, Transformer)
     return tensor_parallel(model, mesh, sequence=config.mesh.sequence, divided_logits=True)
 
 
 def dealt(
-    model: Transformer, config: TrainConfig, plan: BatchPlan, mesh: Mesh, loss: Loss
+    model: LanguageModel, config: TrainConfig, plan: BatchPlan, mesh: Mesh, loss: Loss
 ) -> Pipeline | None:
     """This rank's layers of a whole model on any device; None if each rank has all layers. All ranks call
     this.
@@ -105,6 +112,26 @@ def dealt(
         chunks=section.chunks,
         seq=plan.seq,
     )
+
+
+def _check_foreign(config: TrainConfig, shape: ForeignConfig) -> None:
+    model = f"{config.model.weights} is of the kind {shape.kind}, which transformers computes"
+    if config.mesh.size > 1:
+        raise UserError(
+            f"{_asked(config.mesh)}: {model}, so ranks cannot divide what is in it: leave that out; "
+            "--strategy zero3 divides its parameters"
+        )
+    if config.lora.rank:
+        raise UserError(
+            f"--lora.rank {config.lora.rank}: {model}: leave that out, or give peft's model to "
+            "imece.parallelize in a script"
+        )
+    if config.compute.compile:
+        raise UserError(f"--compute.compile: {model}: leave that out")
+    if config.data.separates and not shape.keeps_apart:
+        raise UserError(
+            f"--data.separate: {model}, and its documents are not known to stay apart: --data.separate False"
+        )
 
 
 def _check_sequences(asked: str, shape: TransformerConfig, seq: int, context: int) -> None:
@@ -188,6 +215,8 @@ def _asked(section: MeshSection) -> str:
     return " and ".join(said)
 
 
-def train_units(config: TrainConfig, shape: TransformerConfig) -> tuple[type[nn.Module], ...] | None:
+def train_units(config: TrainConfig, shape: LanguageConfig) -> tuple[type[nn.Module], ...] | None:
     """The units that are gathered as one if parameters are sharded; None: found automatically."""
-    return None if config.mesh.deals or config.lora.rank else units_of(shape)
+    if isinstance(shape, ForeignConfig) or config.mesh.deals or config.lora.rank:
+        return None
+    return units_of(shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer, _muon
@@ -10,6 +12,8 @@ from imece.train.config import OptimizerSection
 from imece.train.muon import Muon
 from imece.train.precision import multiplies_bf16
 
+_IN_BLOCK = re.compile(r"\.[0-9]+\.")  # in the names of parameters of one block among many
+
 
 def make_optimizers(
     model: nn.Module, section: OptimizerSection, device: torch.device | None = None
@@ -17,7 +21,7 @@ def make_optimizers(
     """Every parameter is in exactly one optimizer. Weight decay applies to matrices, not to the scales of
     norms.
 
-    model: a Transformer, or a pipeline rank's layers under the same names.
+    model: a language model, or a pipeline rank's layers under the same names.
     adamw: AdamW (Loshchilov and Hutter 2019) for all. muon: Muon (Jordan et al. 2024) for the matrices of the
     blocks, its update scaled to AdamW's usual size (Liu et al. 2025), so that one learning rate serves both;
     AdamW for embedding, head and norms, which do not map channels to channels. On a processor that only
@@ -27,7 +31,7 @@ def make_optimizers(
     Groups may be empty: checkpoints of several stages identify groups by their position.
     """
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    inner = [each for name, each in trained.items() if name.startswith("blocks.") and each.ndim == 2]
+    inner = [each for name, each in trained.items() if _IN_BLOCK.search(name) and each.ndim == 2]
     parameters = list(trained.values())
     optimizers: list[Optimizer] = []
     if section.kind == "muon":

@@ -33,8 +33,7 @@ from imece.models.hugging_face import (
     shapes_of,
     to_hugging_face,
 )
-from imece.models.shape import TransformerConfig
-from imece.models.transformer import Transformer
+from imece.models.language_model import LanguageConfig, LanguageModel, give_memory, outline
 from imece.train.adapters import check_libraries
 from imece.train.config import TrainConfig
 from imece.train.merged import Merged
@@ -48,7 +47,7 @@ _LONGEST = 512  # default length of sequences in tokens: contexts may have up to
 class Weights:
     """A model on the disk as a checkpoint (`Source`) that has parameters and nothing else."""
 
-    config: TransformerConfig
+    config: LanguageConfig
     home: RunFolder
     """The run, or the folder itself: here the tokenizer lies."""
     saved: Saved | None
@@ -127,18 +126,17 @@ def weights_of(run: RunFolder, saved: Saved) -> Weights:
     return Weights(shape, run, saved, found)
 
 
-def model_of(weights: Weights, device: torch.device | str = "cpu") -> Transformer:
+def model_of(weights: Weights, device: torch.device | str = "cpu") -> LanguageModel:
     """The model, in fp32, ready for evaluation. UserError if its weights cannot be read."""
-    with torch.device("meta"):
-        model = Transformer(weights.config)
-    model.to_empty(device=device)
+    model = outline(weights.config)
+    give_memory(model, device)
     fill(model, weights)
     return model.eval()
 
 
 def trained_model(
     run: RunFolder, which: Which = "last", device: torch.device | str = "cpu"
-) -> tuple[Transformer, Saved]:
+) -> tuple[LanguageModel, Saved]:
     """The model that a run trained, and the checkpoint that has it."""
     saved = run.saved(which)
     return model_of(weights_of(run, saved), device), saved
@@ -216,7 +214,7 @@ def keep(config: TrainConfig) -> None:
         ) from error
 
 
-def shape_of(config: TrainConfig, vocab_size: int) -> TransformerConfig:
+def shape_of(config: TrainConfig, vocab_size: int) -> LanguageConfig:
     """The shape of the run's model. vocab_size: the tokenizer's, for random weights. UserError."""
     if not config.model.weights:
         return config.model.shape(vocab_size)
@@ -224,7 +222,7 @@ def shape_of(config: TrainConfig, vocab_size: int) -> TransformerConfig:
     return read_config(kept) if kept.exists() else open_weights(config.model.weights).config
 
 
-def sequence_length(config: TrainConfig, shape: TransformerConfig) -> int:
+def sequence_length(config: TrainConfig, shape: LanguageConfig) -> int:
     """Tokens per training sequence. UserError if the model has fewer positions."""
     if not config.model.weights:
         return shape.max_seq

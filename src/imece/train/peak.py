@@ -8,13 +8,13 @@ import time
 
 import torch
 
-from imece.models.shape import TransformerConfig
+from imece.models.language_model import LanguageConfig
 
 _SIZE = {"cpu": 1024, "cuda": 8192}  # rows of the square matrices: large enough for the highest rate
 _ROUNDS = 5
 
 
-def flops_per_token(config: TransformerConfig, seq: int | None = None, *, frozen: bool = False) -> float:
+def flops_per_token(config: LanguageConfig, seq: int | None = None, *, frozen: bool = False) -> float:
     """Floating-point operations of forward and backward for one token, without recomputation.
 
     6 for each parameter that is multiplied with (2 forward, 4 backward; the embedding only looks up), and 12

@@ -16,7 +16,8 @@ from imece.control_groups import allowed_bytes
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
-from imece.models.shape import TransformerConfig
+from imece.models.foreign import ForeignConfig
+from imece.models.language_model import LanguageConfig
 from imece.observe.metrics import read_metrics
 from imece.observe.units import gigabytes, milliseconds
 from imece.plan.answer.explain import parts
@@ -27,7 +28,8 @@ from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import adapter_parameters, held
 from imece.plan.memory.memory import memory, scale_bytes
-from imece.plan.models.model import from_shape
+from imece.plan.models.from_code import of_module
+from imece.plan.models.model import Model, from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.train.batch import BatchPlan
@@ -57,7 +59,7 @@ class Given:
     """What a prediction depends on, besides the strategy."""
 
     config: TrainConfig
-    shape: TransformerConfig
+    shape: LanguageConfig
     plan: BatchPlan
     precision: Precision
     machine: Machine
@@ -150,6 +152,7 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
     ranks = plan.ranks * plan.mesh.context  # data-parallel ranks, which shard states
     shard = {"replicate": 1, "hybrid": cluster.gpus_per_host, "hybrid_zero2": cluster.gpus_per_host}
     itemsize = 4 if given.precision.name == "fp32" else 2
+    model = planned(config.model.name, shape)
     recipe = Recipe(
         plan.seq,
         micro_batch=plan.micro,
@@ -161,10 +164,9 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         compiled=config.compute.compile,
         offload=config.offload,
         adapters=_adapters(config.lora),
-        adapter_rank=_rank_on_all(config.lora, shape),
+        adapter_rank=_rank_on_all(config.lora, model),
         precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
-    model = from_shape(config.model.name, shape)
     name = cast(Strategy, strategy)  # same names as in data_parallel/strategy.py
     parallel = Parallel(
         strategy=name, data=plan.ranks, shard=shard.get(strategy, ranks), context=plan.mesh.context,
@@ -182,7 +184,23 @@ def _adapters(lora: LoraSection) -> Adapters:
     return "lora" if lora.quantize == "none" else "qlora"
 
 
-def _rank_on_all(lora: LoraSection, shape: TransformerConfig) -> int:
+def planned(name: str, shape: LanguageConfig) -> Model:
+    """The model as the planner sees it; one that it does not know has an MLP that makes up for the rest."""
+    if not isinstance(shape, ForeignConfig):
+        return from_shape(name, shape)
+    with contextlib.suppress(ValueError):
+        return replace(of_module(shape.built(), name), max_seq=shape.max_seq)
+    heads, kv_heads = shape.heads, shape.kv_heads if shape.heads % shape.kv_heads == 0 else shape.heads
+    model = Model(
+        name, shape.layers, shape.width, heads, kv_heads, shape.head_width, 1, gated=True,
+        vocab_size=shape.vocab_size, tied_head=shape.tied_head, max_seq=shape.max_seq, ours=False,
+    ).with_vectors(0, 0)  # fmt: skip
+    layer, more = divmod(shape.parameter_count - model.parameters, shape.layers)
+    mlp, vectors = divmod(max(0, layer), 3 * shape.width)
+    return replace(model, mlp_width=1 + mlp, vectors=vectors, others=more)
+
+
+def _rank_on_all(lora: LoraSection, shape: Model) -> int:
     """The rank of adapters beside all matrices of a block that have as many parameters as those beside
     some."""
     q, kv, mlp = (shape.width + other for other in (shape.q_width, shape.kv_width, shape.mlp_width))

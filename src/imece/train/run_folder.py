@@ -22,7 +22,9 @@ from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.listing import many
+from imece.models.foreign import ForeignConfig
 from imece.models.hugging_face import CONFIG, TOKENIZER_FILES
+from imece.models.language_model import LanguageConfig
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.observe.metrics import FILE as FIGURES
 from imece.observe.metrics import read_metrics
@@ -288,13 +290,15 @@ def find_run(name: str, which: Which = "best") -> tuple[RunFolder, Which]:
     return run, str(step)
 
 
-def shape_as_json(config: TransformerConfig) -> dict[str, Any]:
+def shape_as_json(config: LanguageConfig) -> dict[str, Any]:
     """The shape for a checkpoint's state."""
     return dataclasses.asdict(config)
 
 
-def read_shape(content: dict[str, Any]) -> TransformerConfig:
+def read_shape(content: dict[str, Any]) -> LanguageConfig:
     """The reverse of `shape_as_json`."""
+    if "content" in content:
+        return ForeignConfig(**content)
     scaling = content.get("rope_scaling")
     # JSON has no tuples.
     content = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}

@@ -32,7 +32,7 @@ from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
-from imece.models.shape import TransformerConfig
+from imece.models.language_model import LanguageConfig, LanguageModel, give_memory, move_buffers
 from imece.models.transformer import Transformer
 from imece.train.adapters import begin_beside
 from imece.train.agreeing import together
@@ -71,7 +71,7 @@ class Session:
     plan: BatchPlan
     precision: Precision
     machine: Machine
-    model: Transformer
+    model: LanguageModel
     wrapped: DistributedDataParallel
     optimizers: list[torch.optim.Optimizer]
     batches: Batches
@@ -112,6 +112,7 @@ class Session:
         model.checkpoint_blocks = config.compute.recompute
         compile_s = 0.0
         if config.compute.compile:
+            assert isinstance(model, Transformer)
             separate = config.data.separates
             compile_s = together(mesh, lambda: compile_now(model, plan, precision, mesh.device, separate))
         scaler = precision.scaler()
@@ -123,7 +124,7 @@ class Session:
         machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
         strategy = strategy_of(Given(config, shape, plan, precision, machine), mesh)
         if bare and not find_strategy(strategy).optimizer:  # each rank keeps the whole optimizer state
-            model.to_empty(device=mesh.device).apply(zero)
+            give_memory(model, mesh.device)
             optimizers = make_optimizers(own, config.optimizer, mesh.device)
         # Contains collectives, but what it refuses, it refuses on all ranks before the first of them.
         wrapped = together(mesh, lambda: _parallelize(own, optimizers, strategy, config, mesh))
@@ -436,7 +437,7 @@ class Session:
 
 def _inputs(
     config: TrainConfig, folder: RunFolder, mesh: Mesh
-) -> tuple[TrainConfig, Prepared, TransformerConfig, BatchPlan, Batches, Precision]:
+) -> tuple[TrainConfig, Prepared, LanguageConfig, BatchPlan, Batches, Precision]:
     """What a run reads and how, before there is a model; the config has the steps of its epochs. UserError
     for what does not fit together."""
     keep(config)
@@ -463,8 +464,8 @@ def _first_ranks(config: TrainConfig, mesh: Mesh) -> int:
 
 
 def _new_model(
-    config: TrainConfig, shape: TransformerConfig, precision: Precision, mesh: Mesh
-) -> tuple[Transformer, bool]:
+    config: TrainConfig, shape: LanguageConfig, precision: Precision, mesh: Mesh
+) -> tuple[LanguageModel, bool]:
     """(the model with this rank's part of each matrix, whether it still has no memory). All ranks call
     this."""
     model, divide = together(mesh, lambda: new_model(config, shape, mesh.device, precision)), config.mesh
@@ -472,9 +473,11 @@ def _new_model(
     # All layers of a pipeline together need not fit on this rank's device.
     home = mesh.device if divide.pipeline == 1 or divide.tensor > 1 else torch.device("cpu")
     if bare and divide.deals:  # it is divided now and gets its values later in any case
-        model.to_empty(device=home).apply(zero)
+        give_memory(model, home)
         bare = False
-    if not bare:
+    if bare:
+        move_buffers(model, home)
+    else:
         model.to(home)
     return together(mesh, lambda: divided(model, config, mesh)), bare
 

@@ -1,0 +1,356 @@
+"""Models of other kinds than `Transformer`: transformers builds and computes them, by their config.json.
+
+Seen from outside they are like `Transformer`: the same calls, logits and options. They train on any number of
+data-parallel ranks, whatever these shard. What divides a model of ours from within (its matrices, layers and
+sequences) and what knows its parts (adapters, compiled blocks) does not take them.
+
+A parameter has the name that transformers gives it, behind "inner.". Parameters are on the meta device until
+somebody gives them memory; buffers, which are tables that a model computes for itself, have theirs at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from imece.listing import some
+
+Json = dict[str, Any]
+
+INNER = "inner."
+_WITHOUT_LIMIT = 2**20  # positions of a model whose config.json names no limit
+_SENSES = ("vision_config", "audio_config")
+# Of these model_types, positions that begin anew with a document hide what stands before it: the logits were
+# those of each document alone, to rounding.
+_APART = frozenset({
+    "apertus", "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "helium",
+    "hunyuan_v1_dense", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "persimmon",
+    "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+})  # fmt: skip
+
+
+class NotInstalledError(ValueError):
+    """transformers is not installed."""
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """What config.json says, and the numbers of the model that transformers builds from it."""
+
+    content: str
+    """The file's content, as JSON."""
+
+    @classmethod
+    def of(cls, content: Json) -> ForeignConfig:
+        """ValueError, with the reason, if transformers builds no model that learns text from it."""
+        config = cls(json.dumps(content, sort_keys=True))
+        config._facts()
+        return config
+
+    @property
+    def kind(self) -> str:
+        """Its model_type."""
+        return str(json.loads(self.content)["model_type"])
+
+    @property
+    def vocab_size(self) -> int:
+        return self._facts().vocab_size
+
+    @property
+    def layers(self) -> int:
+        return self._facts().layers
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return self._facts().width
+
+    @property
+    def heads(self) -> int:
+        return self._facts().heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self._facts().kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self._facts().head_width
+
+    @property
+    def q_width(self) -> int:
+        """Width of all heads' queries."""
+        return self.heads * self.head_width
+
+    @property
+    def max_seq(self) -> int:
+        """Positions."""
+        return self._facts().max_seq
+
+    @property
+    def tied_head(self) -> bool:
+        return self._facts().tied_head
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters by their names in `ForeignModel`."""
+        return self._facts().shapes
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether `ForeignModel` is known to keep the documents of a sequence apart."""
+        return self.kind in _APART
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a position of this layer attends to; None: all before it."""
+        return self._facts().windows[layer]
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Names that files may have for the parameter `name`; the first is the one to write."""
+        key, facts = name.removeprefix(INNER), self._facts()
+        every = (facts.stored[key], key, *facts.tied[key])
+        return tuple(dict.fromkeys((*every, *(each.removeprefix(facts.prefix) for each in every))))
+
+    def is_computed(self, key: str) -> bool:
+        """Whether files may have a tensor of this name that is no parameter: a table that can be computed."""
+        return self._facts().computed.search(key) is not None
+
+    def built(self) -> Any:
+        """The model of transformers, its parameters on the meta device."""
+        return _built(self.content)
+
+    def _facts(self) -> _Facts:
+        return _facts(self.content)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of a model without its weights."""
+
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    max_seq: int
+    tied_head: bool
+    windows: tuple[int | None, ...]  # by layer
+    shapes: dict[str, tuple[int, ...]]
+    stored: dict[str, str]  # a parameter's name in files
+    tied: dict[str, tuple[str, ...]]  # its other names
+    prefix: str  # of most names, which some files leave out
+    computed: re.Pattern[str]  # names in files that are no parameters
+
+
+class ForeignModel(nn.Module):
+    """A model of transformers with the interface of `Transformer`, and without memory for parameters."""
+
+    def __init__(self, config: ForeignConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.inner = config.built()
+        self._recomputes = False
+        # transformers 5.24 gave it a new name.
+        known = inspect.signature(type(self.inner).forward).parameters
+        self._cache_name = "cache" if "cache" in known else "past_key_values"
+
+    @property
+    def checkpoint_blocks(self) -> bool:
+        """Whether to keep only the input of each block for backward, and recompute the rest there."""
+        return self._recomputes
+
+    @checkpoint_blocks.setter
+    def checkpoint_blocks(self, wanted: bool) -> None:
+        if wanted != self._recomputes:
+            called = "activation" if hasattr(self.inner, "activation_checkpointing_enable") else "gradient"
+            more = ({"use_reentrant": False},) if wanted else ()
+            getattr(self.inner, f"{called}_checkpointing_{'enable' if wanted else 'disable'}")(*more)
+        self._recomputes = wanted
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: ForeignCache | None = None,
+        last_only: bool = False,
+        positions: Tensor | None = None,
+        begins: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V], as of `Transformer.forward`.
+
+        ValueError if tokens is not 2D, for more positions than max_seq, for `positions`, which only a model
+        of ours takes, and for `begins` of another shape than tokens, with a cache, or if documents of this
+        kind are not known to stay apart.
+        """
+        held = 0 if cache is None else cache.length
+        if tokens.ndim != 2 or held + tokens.shape[1] > self.config.max_seq:
+            raise ValueError(
+                f"tokens has shape {list(tokens.shape)}, after {held} in a cache; it must be [batch, "
+                f"positions], of at most {self.config.max_seq} positions"
+            )
+        if positions is not None:
+            raise ValueError(f"positions for a {self.config.kind} of transformers, which takes none")
+        more: dict[str, Any] = {"use_cache": False}
+        if begins is not None:
+            if begins.shape != tokens.shape or cache is not None or not self.config.keeps_apart:
+                raise ValueError(
+                    f"begins of shape {list(begins.shape)} for tokens of {list(tokens.shape)} and a model of "
+                    f"the kind {self.config.kind}: the shapes must be equal, a cache is not possible, and "
+                    "documents of this kind must be known to stay apart"
+                )
+            # Positions that begin anew hide what stands before them: transformers makes the masks.
+            more["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device) - begins
+        if cache is not None:
+            more |= {self._cache_name: cache.kept, "use_cache": True}
+        # A cache has no gradients of older tokens.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            logits = self.inner(input_ids=tokens, **more).logits
+        return cast(Tensor, logits[:, -1:] if last_only else logits)
+
+    def new_cache(self, capacity: int) -> ForeignCache:
+        """An empty cache for one sequence; it grows as needed."""
+        return ForeignCache(self.inner.config)
+
+
+class ForeignCache:
+    """Keys and values of the positions that a model has seen. Setting `length` to 0 forgets them."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.length = 0
+
+    @property
+    def length(self) -> int:
+        return int(self.kept.get_seq_length())
+
+    @length.setter
+    def length(self, positions: int) -> None:
+        from transformers import DynamicCache
+
+        assert positions == 0, positions
+        self.kept = DynamicCache(config=self._config)
+
+
+@functools.lru_cache(maxsize=4)
+def _facts(content: str) -> _Facts:
+    model = _built(content)
+    config = model.config.get_text_config()
+    named = dict(model.named_parameters())
+    every = dict(model.named_parameters(remove_duplicate=False))
+    names_of: dict[int, list[str]] = {}
+    for name, each in every.items():
+        names_of.setdefault(id(each), []).append(name)
+    buffers = {name for name, _ in model.named_buffers()}
+    if extra := sorted(buffers & model.state_dict().keys()):
+        raise ValueError(f"beside its parameters it keeps {some(extra, 2)}, which training would not change")
+    heads = int(config.num_attention_heads)
+    layers = int(config.num_hidden_layers)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    window = getattr(config, "sliding_window", None)
+    table = model.get_input_embeddings().weight
+    limit = getattr(config, "max_position_embeddings", None)
+    ignored = [
+        *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        r"rotary_emb\.",
+        r"\.(attn|attention)\.(masked_)?bias$",
+    ]
+    return _Facts(
+        vocab_size=int(table.shape[0]),
+        layers=layers,
+        width=int(config.hidden_size),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        max_seq=int(limit or _WITHOUT_LIMIT),
+        tied_head=model.get_output_embeddings().weight is table,
+        windows=tuple(int(window) if window and "sliding" in each else None for each in types),
+        stored=_stored(model, named),
+        shapes={INNER + name: tuple(each.shape) for name, each in named.items()},
+        tied={
+            name: tuple(other for other in names_of[id(each)] if other != name)
+            for name, each in named.items()
+        },
+        prefix=f"{model.base_model_prefix}.",
+        computed=re.compile("|".join([*ignored, *(f"{re.escape(name)}$" for name in buffers)])),
+    )
+
+
+def _stored(model: Any, named: dict[str, nn.Parameter]) -> dict[str, str]:
+    """The names that transformers gives parameters in files. ValueError if it stores one in several tensors,
+    as it does with experts."""
+    found = {name: name for name in named}
+    with contextlib.suppress(ImportError):  # until version 5 they were the same
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, each in named.items():
+            several = revert_weight_conversion(model, {name: each})
+            if len(several) != 1:
+                raise ValueError(
+                    f"files have {name} in {len(several)} tensors, which are not put together here"
+                )
+            found[name] = next(iter(several))
+    return found
+
+
+def _built(content: str) -> Any:
+    """The model of transformers, its parameters on the meta device. ValueError as from `ForeignConfig.of`."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise NotInstalledError from None
+
+    said: Json = json.loads(content)
+    kind = said.get("model_type")
+    if any(isinstance(said.get(sense), dict) for sense in _SENSES):
+        raise ValueError(f"{kind} also sees or hears, and would be trained on text alone")
+    if said.get("is_encoder_decoder") or said.get("add_cross_attention"):
+        raise ValueError(f"{kind} is an encoder and a decoder")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"transformers {transformers.__version__} knows no model_type {kind!r}")
+    transformers.utils.logging.set_verbosity_error()  # its remarks on a file are for whoever wrote that
+    said.pop("auto_map", None)  # a file may name code of its own; only transformers' is run
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(said)
+        with _parameters_on_meta():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # whatever a file makes its code raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(f"transformers builds no language model of it: {reason}") from error
+    if kind not in _APART and not all(getattr(config, key, True) for key in ("is_decoder", "causal")):
+        raise ValueError(f"{kind} is an encoder: its tokens see those behind them")
+    return model
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules get meanwhile have no memory. Buffers do, with the values that are computed for
+    them; on the meta device they would lose these."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
