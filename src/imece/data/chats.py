@@ -53,7 +53,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: Path) -> None:
         """tokens: what it may name, as bos_token. UserError if it is no template."""
-        self.source, self.tokens, self.where = source, dict(tokens), where
+        self.source, self.tokens, self.name = source, dict(tokens), where.name
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -72,7 +72,7 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=begins, **self.tokens
             )
         except Exception as error:  # whatever a stranger's program raises
-            raise UserError(f"{where}: refused by the chat template, {self.where}: {_line(error)}") from error
+            raise UserError(f"{where}: refused by the chat template, {self.name}: {_line(error)}") from error
 
 
 def open_template(folder: Path) -> ChatTemplate:
@@ -142,7 +142,7 @@ class Chats(Reading):
         spans = list(_marked(text)) if _OPEN in text else list(self._told_apart(messages, text, where))
         if all(first == stop for first, stop in spans):
             raise UserError(
-                f"{where}: the chat template, {self.template.where}, leaves its answers out: mend it"
+                f"{where}: the chat template, {self.template.name}, leaves its answers out: mend it"
             )
         return Document(name, _unmarked(text), learned_bytes, tuple(spans))
 
@@ -206,15 +206,16 @@ class Chats(Reading):
             until = self.template.write(messages[: place + 1], where)
             if not (until.startswith(before) and text.startswith(until)):
                 raise UserError(
-                    f"{where}: the chat template, {self.template.where}, writes other messages otherwise "
+                    f"{where}: the chat template, {self.template.name}, writes other messages otherwise "
                     f"with message {place + 1} than without, so which tokens are its answer cannot be told: "
                     "put {% generation %} and {% endgeneration %} around answers in it"
                 )
             end = until.rstrip()
             if len(end) <= len(before) or not end.endswith(tuple(self.tokenizer.added)):
                 raise UserError(
-                    f"{where}: the chat template, {self.template.where}, ends an answer with none of the "
-                    "tokenizer's own tokens, so a model would never learn to stop: mend the template"
+                    f"{where}: the chat template, {self.template.name}, ends the answer "
+                    f"{end[len(before) :][-20:]!r} with none of the tokenizer's own tokens, so a model would "
+                    "never learn to stop: mend the template"
                 )
             yield len(before), len(end)
 
