@@ -125,6 +125,7 @@ def _become(rank: str, request: dict[str, Any]) -> None:
     random.seed()
     np.random.seed()
     torch.default_generator.seed()
+    torch.set_num_threads(torch.get_num_threads())  # tests/train/command.py, _as_rank, says why
 
 
 def _leave(status: int) -> NoReturn:

@@ -291,6 +291,9 @@ def _as_rank(words: list[str], env: dict[str, str], kept: Sequence[int]) -> int:
             os.close(fd)
     os.environ.clear()
     os.environ.update(env)
+    # torch makes a fork's pool of threads anew in the first call that wants it, without a lock. Autograd's
+    # threads, of which CUDA builds have several, begin together: one that finds no pool yet ends the process.
+    torch.set_num_threads(torch.get_num_threads())
     if words[:2] == ["-m", "imece"]:
         status = _status_of(partial(main, words[2:]))
     else:
