@@ -428,6 +428,17 @@ def test_a_file_that_is_none(content: str, tmp_path: Path) -> None:
         find_model(str(tmp_path / "none.json"))
 
 
+def test_a_folder_without_a_config_json_is_no_unknown_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "7B", "small"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=r"mine/: a folder without a config\.json, which says what model it"):
+        find_model("mine/")
+    assert (find_model("7B"), find_model("small")) == (MODELS["llama-2-7b"], MODELS["small"])
+
+
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(UserError, match="did you mean llama-8b"):
         find_model("lama-8b")

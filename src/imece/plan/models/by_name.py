@@ -59,6 +59,8 @@ def find_model(text: str) -> Model:
     size = _SIZE.fullmatch(text.strip())
     if size:
         return of_size(float(size[1]) * _UNITS[size[2].lower()], text.strip())
+    if os.path.isdir(path):
+        raise UserError(f"{text}: a folder without a {CONFIG}, which says what model it is: name another")
     near = difflib.get_close_matches(name, MODELS, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_listed())}."
     raise UserError(
