@@ -33,6 +33,15 @@ def test_what_a_rank_says_of_itself_counts_before_its_slow_exit() -> None:
     assert first_cause([quick, slow]) is slow
 
 
+def test_a_rank_that_may_not_start_threads_names_the_limit() -> None:
+    """As under `ulimit -u`."""
+    line = ending(0, 1, 5.0, Failure(3.0, "RuntimeError", "can't start new thread", False)).describe()
+    assert line == (
+        "rank 0 (pid 1000) failed with RuntimeError: can't start new thread (exit status 1): no more "
+        "processes or threads may be started here: raise the limit (ulimit -u, docker --pids-limit)"
+    )
+
+
 def test_leaving_early_is_a_failure() -> None:
     early = ending(1, 0, 5.0, left_early=True)
     assert first_cause([ending(0, 0, 1.0), early]) is early

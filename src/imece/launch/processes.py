@@ -15,6 +15,7 @@ from pathlib import Path
 from imece.control_groups import usable_cores
 from imece.errors import UserError
 from imece.status import Failure
+from imece.store import NO_MORE
 from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
 MOST_RANKS_PER_HOST = 1024  # more would be a typing error and exhaust the host
@@ -92,7 +93,8 @@ class Ending:
             return f"{who} was killed by signal {number} ({name}){at}{hint}"
         if self.failure is not None:
             what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
-            return f"{who} failed with {what} (exit status {self.status})"
+            hint = f": {NO_MORE}" if "can't start new thread" in what else ""
+            return f"{who} failed with {what} (exit status {self.status}){hint}"
         return f"{who} failed with exit status {self.status}"
 
 
