@@ -501,4 +501,5 @@ def _parallelize(
     except ValueError as error:  # a strategy that these hosts cannot have
         option = f" --offload {offload}" if offload is not None else ""
         raise UserError(f"--strategy {strategy}{option}: {error}") from None
+    wrapped.forward_sync_buffers = False  # a foreign model's are tables that each rank has computed
     return wrapped
