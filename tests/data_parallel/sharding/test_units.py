@@ -801,7 +801,9 @@ SLOW = ["unused on some ranks, accumulated", "units by size", "units by class", 
 EACH = [name for name in CHECKS if name not in SLOW]
 CHECKS |= {"hybrid": hybrid, "compiled": compiled}
 
-MORE = ["plain", "tied", "checkpoint, re-entrant", "unused on some ranks", "written"]
+MORE = [
+    "plain", "tied", "checkpoint, re-entrant", "unused on some ranks", "written", "another unit on each rank",
+]  # fmt: skip
 JOBS = [
     *jobs(__name__, EACH, (2, "gloo")),
     *jobs(__name__, MORE, (2, "shm")),

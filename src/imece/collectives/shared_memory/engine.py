@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from imece.collectives.fingerprint import OPS, explain
+from imece.collectives.fingerprint import OPS, SameLabel, explain, name_of
 from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.board import (
@@ -81,8 +81,9 @@ class Engine:
         """Announce the next collective; `offered` (flat) is what others may read in place."""
         self.number += 1
         mine, at = self.board.mine, DESCRIPTORS + 8 * (self.number & 1)
+        word = self.shape_word(fingerprint, self.shape) if shape_word is None else shape_word
         mine[at + FINGERPRINT] = fingerprint
-        mine[at + SHAPE] = self.shape_word(fingerprint, self.shape) if shape_word is None else shape_word
+        mine[at + SHAPE] = hash((word, name)) if (name := name_of(self.label)) else word
         mine[at + FD] = -1  # others may look for an offer even if this rank makes none
         if offered is not None:
             nbytes = offered.numel() * offered.itemsize
@@ -157,6 +158,9 @@ class Engine:
             {rank: label for rank, (_, _, label) in rest.items()},
             shapes,
             {rank: way for rank, (way, _, _) in rest.items()},
+            {rank: name_of(SameLabel(label)) for rank, (_, _, label) in rest.items()}
+            if name_of(self.label)
+            else None,
         )
         raise MismatchError(message or f"collective number {self.number} differs between ranks")
 
