@@ -180,7 +180,8 @@ CALLS = {  # plan -> the arguments that follow the optimizer, and some of what i
         'strategy="zero2", precision=imece.MixedPrecision(param=torch.float16, reduce=torch.float16)',
         "backward: through imece.GradScaler()",
     ),
-    "llama-8b --gpus 8xA100-40 --global-batch 128 --optimizer adamw-8bit --precision bf16-pure --tensor 1": (
+    "llama-8b --gpus 8xA100-40 --global-batch 128 --optimizer adamw-8bit --precision bf16-pure --tensor 1 "
+    "--pipeline 1": (
         'strategy="zero3"',
         "optimizer: bitsandbytes.optim.AdamW8bit: pip install 'imece[quant]'",
     ),
