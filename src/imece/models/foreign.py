@@ -48,15 +48,39 @@ class NotInstalledError(ValueError):
 class ForeignConfig:
     """What config.json says, and the numbers of the model that transformers builds from it."""
 
-    content: str
-    """The file's content, as JSON."""
+    content: str  # the file's content, as JSON
+    vocab_size: int
+    layers: int
+    width: int  # of the residual stream
+    heads: int
+    kv_heads: int
+    head_width: int
+    max_seq: int  # positions
+    tied_head: bool
+    windows: tuple[int | None, ...]  # by layer: positions that one attends to; None: all before it
 
     @classmethod
     def of(cls, content: Json) -> ForeignConfig:
         """ValueError, with the reason, if transformers builds no model that learns text from it."""
-        config = cls(json.dumps(content, sort_keys=True))
-        config._facts()
-        return config
+        text = json.dumps(content, sort_keys=True)
+        _tensors(text)  # refuses those that are no parameters, or that files divide
+        model = _built(text)
+        config, table = model.config.get_text_config(), model.get_input_embeddings().weight
+        heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+        types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+        window = getattr(config, "sliding_window", None)
+        return cls(
+            text,
+            vocab_size=int(table.shape[0]),
+            layers=layers,
+            width=int(config.hidden_size),
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            max_seq=int(getattr(config, "max_position_embeddings", None) or _WITHOUT_LIMIT),
+            tied_head=model.get_output_embeddings().weight is table,
+            windows=tuple(int(window) if window and "sliding" in each else None for each in types),
+        )
 
     @property
     def kind(self) -> str:
@@ -64,43 +88,9 @@ class ForeignConfig:
         return str(json.loads(self.content)["model_type"])
 
     @property
-    def vocab_size(self) -> int:
-        return self._facts().vocab_size
-
-    @property
-    def layers(self) -> int:
-        return self._facts().layers
-
-    @property
-    def width(self) -> int:
-        """Of the residual stream."""
-        return self._facts().width
-
-    @property
-    def heads(self) -> int:
-        return self._facts().heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self._facts().kv_heads
-
-    @property
-    def head_width(self) -> int:
-        return self._facts().head_width
-
-    @property
     def q_width(self) -> int:
         """Width of all heads' queries."""
         return self.heads * self.head_width
-
-    @property
-    def max_seq(self) -> int:
-        """Positions."""
-        return self._facts().max_seq
-
-    @property
-    def tied_head(self) -> bool:
-        return self._facts().tied_head
 
     @property
     def parameter_count(self) -> int:
@@ -110,7 +100,7 @@ class ForeignConfig:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters by their names in `ForeignModel`."""
-        return self._facts().shapes
+        return _tensors(self.content).shapes
 
     @property
     def keeps_apart(self) -> bool:
@@ -119,39 +109,27 @@ class ForeignConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a position of this layer attends to; None: all before it."""
-        return self._facts().windows[layer]
+        return self.windows[layer]
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Names that files may have for the parameter `name`; the first is the one to write."""
-        key, facts = name.removeprefix(INNER), self._facts()
-        every = (facts.stored[key], key, *facts.tied[key])
-        return tuple(dict.fromkeys((*every, *(each.removeprefix(facts.prefix) for each in every))))
+        key, known = name.removeprefix(INNER), _tensors(self.content)
+        every = (known.stored[key], key, *known.tied[key])
+        return tuple(dict.fromkeys((*every, *(each.removeprefix(known.prefix) for each in every))))
 
     def is_computed(self, key: str) -> bool:
         """Whether files may have a tensor of this name that is no parameter: a table that can be computed."""
-        return self._facts().computed.search(key) is not None
+        return _tensors(self.content).computed.search(key) is not None
 
     def built(self) -> Any:
         """The model of transformers, its parameters on the meta device."""
         return _built(self.content)
 
-    def _facts(self) -> _Facts:
-        return _facts(self.content)
-
 
 @dataclass(frozen=True)
-class _Facts:
-    """What is known of a model without its weights."""
+class _Tensors:
+    """The tensors of a model, and their names in files."""
 
-    vocab_size: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    max_seq: int
-    tied_head: bool
-    windows: tuple[int | None, ...]  # by layer
     shapes: dict[str, tuple[int, ...]]
     stored: dict[str, str]  # a parameter's name in files
     tied: dict[str, tuple[str, ...]]  # its other names
@@ -249,40 +227,23 @@ class ForeignCache:
 
 
 @functools.lru_cache(maxsize=4)
-def _facts(content: str) -> _Facts:
+def _tensors(content: str) -> _Tensors:
     model = _built(content)
-    config = model.config.get_text_config()
     named = dict(model.named_parameters())
-    every = dict(model.named_parameters(remove_duplicate=False))
     names_of: dict[int, list[str]] = {}
-    for name, each in every.items():
+    for name, each in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(each), []).append(name)
     buffers = {name for name, _ in model.named_buffers()}
     if extra := sorted(buffers & model.state_dict().keys()):
         raise ValueError(f"beside its parameters it keeps {some(extra, 2)}, which training would not change")
-    heads = int(config.num_attention_heads)
-    layers = int(config.num_hidden_layers)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    window = getattr(config, "sliding_window", None)
-    table = model.get_input_embeddings().weight
-    limit = getattr(config, "max_position_embeddings", None)
     ignored = [
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.",
         r"\.(attn|attention)\.(masked_)?bias$",
     ]
-    return _Facts(
-        vocab_size=int(table.shape[0]),
-        layers=layers,
-        width=int(config.hidden_size),
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        max_seq=int(limit or _WITHOUT_LIMIT),
-        tied_head=model.get_output_embeddings().weight is table,
-        windows=tuple(int(window) if window and "sliding" in each else None for each in types),
-        stored=_stored(model, named),
+    return _Tensors(
         shapes={INNER + name: tuple(each.shape) for name, each in named.items()},
+        stored=_stored(model, named),
         tied={
             name: tuple(other for other in names_of[id(each)] if other != name)
             for name, each in named.items()

@@ -297,9 +297,9 @@ def shape_as_json(config: LanguageConfig) -> dict[str, Any]:
 
 def read_shape(content: dict[str, Any]) -> LanguageConfig:
     """The reverse of `shape_as_json`."""
+    # JSON has no tuples.
+    content = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     if "content" in content:
         return ForeignConfig(**content)
     scaling = content.get("rope_scaling")
-    # JSON has no tuples.
-    content = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     return TransformerConfig(**{**content, "rope_scaling": RopeScaling(**scaling) if scaling else None})
