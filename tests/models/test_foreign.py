@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imece.checkpoint.weights import fill
 from imece.errors import UserError
-from imece.models.foreign import ForeignConfig, ForeignModel
+from imece.models.foreign import APART, ForeignConfig, ForeignModel
 from imece.models.generate import generate
 from imece.models.hugging_face import HuggingFaceModel, from_hugging_face, read_config
 from imece.models.language_model import give_memory
@@ -86,6 +86,32 @@ def test_computes_what_transformers_does(tmp_path: Path, kind: str) -> None:
             alone = ours(tokens[row : row + 1, start:stop])
             assert torch.allclose(packed[row : row + 1, start:stop], alone, atol=1e-5, rtol=0), (row, start)
     assert float((packed - ours(tokens)).detach().abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("kind", sorted(APART))
+def test_documents_stay_apart(kind: str) -> None:
+    """And no token sees those behind it."""
+    transformers = pytest.importorskip("transformers")
+    like_gpt2 = kind in ("gpt2", "gptj", "codegen", "gpt_bigcode")
+    size = KINDS["gpt2"] | {"rotary_dim": 4} if like_gpt2 else _LLAMAS
+    size = {key: value for key, value in size.items() if kind not in ("falcon", "gptj") or key != "head_dim"}
+    config = ForeignConfig.of({**transformers.CONFIG_MAPPING[kind](**size).to_dict(), "model_type": kind})
+    assert config.keeps_apart and config.layers == 3
+    model = ForeignModel(config)
+    give_memory(model, "cpu")
+    model.double().eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+        tokens = torch.randint(3, 60, (1, 24), generator=generator)
+        begins = torch.tensor([[0] * 9 + [9] + [10] * 14])
+        packed, crossing = model(tokens, begins=begins), model(tokens)
+        for start, stop in ((0, 9), (9, 10), (10, 24)):
+            alone = model(tokens[:, start:stop])
+            assert torch.allclose(packed[:, start:stop], alone, atol=1e-5, rtol=0), start
+        assert torch.allclose(crossing[:, :10], model(tokens[:, :10]), atol=1e-5, rtol=0)
+    assert float((packed - crossing).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "gemma3_text"])
@@ -168,6 +194,7 @@ def test_files_whose_names_lack_the_prefix(tmp_path: Path) -> None:
     [
         ({"model_type": "nothing"}, "transformers [0-9.]+ knows no model_type 'nothing'"),
         ({"model_type": "bert"}, "bert is an encoder: its tokens see those behind them"),
+        ({"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 16}, "mamba has no attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder and a decoder"),
         ({"model_type": "gemma3", "vision_config": {}}, "gemma3 also sees or hears"),
         (_LLAMAS | {"model_type": "mixtral"}, r"files have model\.layers\.0\..* in [0-9]+ tensors"),

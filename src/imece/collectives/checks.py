@@ -51,8 +51,8 @@ from imece.collectives.streams import Place
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.status import says_timed_out
 
-# What travels: number of the call, fingerprint, shape as six_dims, way; then the label, which is
-# not compared.
+# What travels: number of the call, fingerprint, shape as six_dims, the label's `name_of`, way; then the label
+# itself, which is not compared.
 _ROW = struct.Struct("=qq6qq48s128s")
 _COMPARED_BYTES = 72 + 48
 _SHUT_S = 5.0

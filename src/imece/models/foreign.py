@@ -30,10 +30,10 @@ Json = dict[str, Any]
 INNER = "inner."
 _WITHOUT_LIMIT = 2**20  # positions of a model whose config.json names no limit
 _SENSES = ("vision_config", "audio_config")
-# Of these model_types, positions that begin anew with a document hide what stands before it: the logits were
-# those of each document alone, to rounding.
-_APART = frozenset({
-    "apertus", "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
+# Of these model_types, positions that begin anew with a document hide what stands before it
+# (tests/models/test_foreign.py).
+APART = frozenset({
+    "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
     "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "helium",
     "hunyuan_v1_dense", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "persimmon",
     "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
@@ -66,6 +66,8 @@ class ForeignConfig:
         _tensors(text)  # refuses those that are no parameters, or that files divide
         model = _built(text)
         config, table = model.config.get_text_config(), model.get_input_embeddings().weight
+        if not getattr(config, "num_attention_heads", None):
+            raise ValueError(f"{model.config.model_type} has no attention")
         heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
         window = getattr(config, "sliding_window", None)
@@ -105,7 +107,7 @@ class ForeignConfig:
     @property
     def keeps_apart(self) -> bool:
         """Whether `ForeignModel` is known to keep the documents of a sequence apart."""
-        return self.kind in _APART
+        return self.kind in APART
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a position of this layer attends to; None: all before it."""
@@ -294,7 +296,7 @@ def _built(content: str) -> Any:
     except Exception as error:  # whatever a file makes its code raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"transformers builds no language model of it: {reason}") from error
-    if kind not in _APART and not all(getattr(config, key, True) for key in ("is_decoder", "causal")):
+    if kind not in APART and not all(getattr(config, key, True) for key in ("is_decoder", "causal")):
         raise ValueError(f"{kind} is an encoder: its tokens see those behind them")
     return model
 
