@@ -20,18 +20,16 @@ import imece
 
 SRC = Path(__file__).parent.parent / "src"
 
-_BASE = {"errors", "listing", "open_files", "writing"}
+_BASE = {"errors", "listing", "system", "writing"}
 _RANKS = _BASE | {
     "layout",
     "footprint",
     "world",
     "axes",
-    "control_groups",
     "store",
     "status",
     "device",
     "opening",
-    "connections",
     "mesh",
 }
 _ENGINE = _RANKS | {"collectives", "model_parallel", "data_parallel"}
@@ -41,30 +39,26 @@ _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
-    "open_files": {"errors", "listing"},
     "writing": {"errors"},
     "opening": set(),
-    "heap": set(),
-    "trackers": set(),
-    "connections": set(),
+    "system": {"errors", "listing"},
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
     "footprint": _BASE,
     "world": _BASE,
     "axes": _BASE,
-    "control_groups": _BASE,
     "store": _BASE | {"world"},
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
     "meeting": _RANKS - {"mesh"},
-    "mesh": _RANKS | {"meeting", "heap", "trackers"},
+    "mesh": _RANKS | {"meeting"},
     "collectives": _RANKS,
     "model_parallel": _RANKS | {"collectives", "models"},
     "data_parallel": _RANKS
     | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's
     "models": _BASE,
-    "observe": {"control_groups", "writing"},
+    "observe": {"system", "writing"},
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint"},
     "train": _TRAIN | {"plan"},
@@ -73,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"data_parallel.sharding.cast", "data_parallel.sharding.offload", "data_parallel.strategy"}
     | {"observe.visible", "train.config", "train.config_file"},
     # Outside the ranks: never the engine.
-    "launch": _BASE | {"world", "control_groups", "store", "status", "membership.roster", "membership.where"},
+    "launch": _BASE | {"world", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE
     | {
         "layout",

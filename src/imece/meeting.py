@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imece import connections
 from imece.axes import Partition
 from imece.device import adopted_backends, choose_backends
 from imece.errors import UserError
 from imece.store import swap_notes
+from imece.system import connections
 from imece.world import LOOPBACK, World, host_id
 
 MEETING_S = 600.0  # ranks that have not met by then never will

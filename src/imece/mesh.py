@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from imece import connections, heap, status, trackers
+from imece import status
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
-from imece.open_files import check_proc
 from imece.opening import opened
 from imece.store import connect, launchers_store, of_this_start, reach_launchers_store
+from imece.system import connections, heap, trackers
+from imece.system.open_files import check_proc
 from imece.world import BACKEND, MEMBER, OPENED, World, check_not_opened, mark_opened, read_world
 
 LANES = 2

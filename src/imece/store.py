@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from imece.errors import NotMetError, UserError
-from imece.open_files import allow_open_files
+from imece.system.open_files import allow_open_files
 from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
 
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks

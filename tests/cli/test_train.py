@@ -73,7 +73,7 @@ def mistake(launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> Calla
 def test_more_ranks_than_may_have_files_open(
     mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("imece.open_files.allow_open_files", lambda: 30)
+    monkeypatch.setattr("imece.system.open_files.allow_open_files", lambda: 30)
     said = mistake(*options(tmp_path, "run", "--ranks=9"))
     assert said.startswith("9 ranks need ") and ", and 30 are allowed (ulimit -Hn): raise that limit" in said
     assert not (tmp_path / "run").exists()

@@ -21,8 +21,8 @@ import pytest
 
 from imece.cli.main import main
 from imece.launch.crew import Crew
-from imece.open_files import LAUNCH
 from imece.store import serve
+from imece.system.open_files import LAUNCH
 from tests.launch.launcher import LIMIT_S, Launcher, Outcome, run_launch
 from tests.train.command import in_fork, launched
 
@@ -300,7 +300,7 @@ time.sleep(1000)
 
 def test_nothing_in_dev_shm_outlives_a_killed_launcher(script: Script, tmp_path: Path) -> None:
     text = f"""
-from imece import trackers
+from imece.system import trackers
 trackers.outlive_launcher()
 import multiprocessing
 from multiprocessing import resource_tracker, shared_memory
@@ -325,7 +325,7 @@ def test_a_rank_that_leads_a_session_starts_its_tracker() -> None:
     """As under setsid: it cannot leave its process group."""
     text = """
 from multiprocessing import resource_tracker
-from imece import trackers
+from imece.system import trackers
 trackers.outlive_launcher()
 resource_tracker.ensure_running()
 """

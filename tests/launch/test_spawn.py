@@ -197,7 +197,7 @@ def test_a_users_mistake_stays_one() -> None:
 
 
 def test_more_ranks_than_may_have_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imece.open_files.allow_open_files", lambda: 30)
+    monkeypatch.setattr("imece.system.open_files.allow_open_files", lambda: 30)
     with pytest.raises(UserError, match=r"^9 ranks need \d+ open files, and 30 are allowed \(ulimit -Hn\): "):
         spawn(is_never_called, ranks=9)
 

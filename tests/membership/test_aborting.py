@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from imece import connections
 from imece import mesh as meshes
 from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.errors import PeerLostError
@@ -23,6 +22,7 @@ from imece.membership import aborting, gpu_errors, member
 from imece.membership.aborting import Aborting, device_backends
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.roster import Generation
+from imece.system import connections
 
 GPU = torch.device("cuda")
 

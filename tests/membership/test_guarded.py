@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from imece import connections
 from imece.errors import PeerLostError
 from imece.membership.guarded import GuardedStore
 from imece.membership.member import SupersededError, is_peer_gone
+from imece.system import connections
 
 
 class Gone(dist.Store):

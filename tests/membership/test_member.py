@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imece import connections
 from imece import mesh as meshes
 from imece.collectives import pending
 from imece.membership import gpu_errors, member
 from imece.membership.aborting import Aborting
 from imece.membership.roster import Generation, Roster, outcome_of
+from imece.system import connections
 
 
 def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from imece.bench import machine
-from imece.control_groups import usable_cores
 from imece.observe import environment
 from imece.observe.environment import cpu_model, version
+from imece.system.control_groups import usable_cores
 
 
 def test_the_facts_of_this_machine() -> None:

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 import imece
 from imece.collectives.links import measure
-from imece.control_groups import allowed_bytes
 from imece.launch.spawn import spawn
 from imece.models.cross_entropy import summed_cross_entropy
 from imece.models.presets import preset
 from imece.models.transformer import Transformer
 from imece.observe.environment import cpu_model
+from imece.system.control_groups import allowed_bytes
 from imece.train.precision import choose_precision, multiplies_bf16
 from imece.train.prediction import FIRST_STEP_BYTES
 

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import torch
 
-from imece.control_groups import usable_cores
 from imece.observe.environment import cpu_model, environment, version
+from imece.system.control_groups import usable_cores
 
 __all__ = ["cpu_model", "describe", "facts", "load", "usable_cores", "version"]
 

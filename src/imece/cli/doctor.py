@@ -24,7 +24,7 @@ from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
-from imece.open_files import TRAIN, allow_open_files, check_proc, lacking, most_ranks
+from imece.system.open_files import TRAIN, allow_open_files, check_proc, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 from imece.writing import NO_TEMPORARY, temporary_files, try_folder
 

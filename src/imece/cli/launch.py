@@ -19,7 +19,7 @@ from imece.collectives.choice import check_forced
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.view import Watched
-from imece.open_files import HOST_0, LAUNCH, OTHER_HOST, check_open_files
+from imece.system.open_files import HOST_0, LAUNCH, OTHER_HOST, check_open_files
 from imece.world import BACKEND, BACKENDS, SCHEDULE
 
 PROG = "imece launch"

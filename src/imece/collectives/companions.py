@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.connections import of_groups
 from imece.mesh import hosts_in
+from imece.system.connections import of_groups
 
 _made: Counter[str] = Counter()  # by the name of the group that they belong to
 
@@ -31,7 +31,7 @@ class Companions(NamedTuple):
     def leave(self) -> None:
         """Leave these groups. Ranks that wait for this one in shared memory are told so even if an error
         keeps the groups alive; torch does not know them, and would not end them. Gloo's groups end with their
-        last reference, or are cut (imece.connections).
+        last reference, or are cut (imece.system.connections).
         """
         for level in self.levels:
             if isinstance(level, SharedMemoryGroup):

@@ -25,7 +25,7 @@ from imece.launch.processes import die_together, die_with_parent, group_lives, k
 from imece.launch.relay import Relay
 from imece.launch.signals import ENDING, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
-from imece.open_files import allow_open_files
+from imece.system.open_files import allow_open_files
 
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
 _LONGEST_S = 60.0  # of a single wait, where nothing is ever due

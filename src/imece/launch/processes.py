@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.control_groups import usable_cores
 from imece.errors import UserError
 from imece.status import Failure
 from imece.store import NO_MORE
+from imece.system.control_groups import usable_cores
 from imece.world import AGENT_PORT, JOINING, LOOPBACK, MEMBER
 
 MOST_RANKS_PER_HOST = 1024  # more would be a typing error and exhaust the host

@@ -32,8 +32,8 @@ from imece.launch.processes import (
     worker_environment,
 )
 from imece.launch.results import decode, encode
-from imece.open_files import SPAWN, check_open_files
 from imece.store import listen_here, serve
+from imece.system.open_files import SPAWN, check_open_files
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
 _LONGEST_S = 60.0  # of a single wait, so that a caller's limit is never too large for it

@@ -3,7 +3,7 @@
     aborted   the communicators of a generation's groups on GPUs: whatever waits for them ends
     check     raises for a rank that would go on as if its sums had come
 
-A call on the CPU ends with its connections (imece.connections). NCCL's runs on the GPU, and waits there for
+A call on the CPU ends with its connections (system.connections). NCCL's runs on the GPU, and waits there for
 what another rank writes. An aborted call leaves anything in its buffers, and tells nobody. So before each
 update a rank waits until the sums that it takes are complete, and checks that they were not aborted; and so
 it does before it believes a number that came over a GPU.

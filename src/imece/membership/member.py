@@ -18,7 +18,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from imece import connections
 from imece import mesh as meshes
 from imece.collectives import companions, pending
 from imece.collectives.shared_memory.runner import abort_all
@@ -31,6 +30,7 @@ from imece.membership.where import Where
 from imece.mesh import Mesh
 from imece.status import says_peer_gone
 from imece.store import client
+from imece.system import connections
 from imece.world import JOINING, LOOPBACK
 
 _BEAT_S = 0.2

@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from imece.control_groups import usable_cores
+from imece.system.control_groups import usable_cores
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers")
 

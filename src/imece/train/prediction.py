@@ -12,7 +12,6 @@ from typing import Any, cast
 import psutil
 import torch
 
-from imece.control_groups import allowed_bytes
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
@@ -32,6 +31,7 @@ from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model, from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
+from imece.system.control_groups import allowed_bytes
 from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
 from imece.train.dividing import train_units

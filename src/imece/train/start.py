@@ -14,7 +14,6 @@ import torch
 from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
-from imece.control_groups import usable_cores
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, prepare
 from imece.data_parallel.footprint import expected
@@ -29,7 +28,8 @@ from imece.model_parallel.schedules import ideal_bubble
 from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.observe.units import megabytes, si
-from imece.open_files import TRAIN, check_open_files
+from imece.system.control_groups import usable_cores
+from imece.system.open_files import TRAIN, check_open_files
 from imece.train.adapters import check_libraries
 from imece.train.adapters import describe as describe_adapters
 from imece.train.agreeing import together

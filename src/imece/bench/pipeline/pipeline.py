@@ -13,9 +13,9 @@ from typing import Any
 
 from imece.bench.crew import Crew
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
-from imece.control_groups import usable_cores
 from imece.listing import many, size_text
 from imece.model_parallel.schedules import check_schedule, ideal_bubble
+from imece.system.control_groups import usable_cores
 
 _MODULE = "imece.bench.pipeline.rank"
 

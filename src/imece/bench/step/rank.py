@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import imece
-from imece import heap
 from imece.bench import crew
 from imece.bench.reference_model import MODELS, REFERENCE, batch
 from imece.bench.resident import bytes_of, peak_bytes
 from imece.bench.step.ways import ONE_PROCESS, Builder, Way
 from imece.data_parallel import footprint
 from imece.data_parallel.sharding.cast import MixedPrecision
+from imece.system import heap
 
 _BACKWARDS = 3  # per round, to measure a parameter's cost
 

@@ -38,10 +38,10 @@ import torch.distributed as dist
 
 from imece.collectives.shared_memory import arena, futex, segment
 from imece.collectives.shared_memory.segment import Segment
-from imece.control_groups import usable_cores
 from imece.errors import CollectiveError, CollectiveTimeoutError, UserError
-from imece.open_files import allow_open_files
 from imece.status import says_timed_out
+from imece.system.control_groups import usable_cores
+from imece.system.open_files import allow_open_files
 from imece.world import host_id
 
 CLOCK, SLEEPERS, FAILED, CLOSED, FREED, DETAIL, JOINED = range(7)

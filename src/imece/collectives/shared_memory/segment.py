@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from imece.control_groups import limits
 from imece.errors import CollectiveError, UserError
 from imece.listing import size_text
+from imece.system.control_groups import limits
 
 _MAGIC = 0x696D656365  # "imece"
 _HEADER_BYTES = 4096  # one page, so that what follows is page aligned

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from imece import control_groups
 from imece.bench import here
 from imece.collectives.shared_memory import segment
 from imece.launch.processes import worker_environment
+from imece.system import control_groups
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
