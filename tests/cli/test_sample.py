@@ -19,8 +19,9 @@ from tokenizers import decoders, models
 from imece.cli import sample
 from imece.cli.main import main
 from imece.cli.sample import Text
+from imece.data.bpe import train_bpe
 from imece.data.corpus import Source
-from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
+from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from imece.models.generate import LogitsError, generate
 from imece.models.transformer import Transformer
 from imece.train.origin import model_of, trained_model

@@ -67,3 +67,12 @@ def part_of_sources(sources: Sequence[Part]) -> Part:
         sum(s.learned_tokens for s in sources),
         divided=tuple(replace(s, source=str(number)) for number, s in enumerate(sources)),
     )
+
+
+def write_functions(folder: Path, count: int = 40) -> list[Path]:
+    """Files of a few lines of Python each, no two alike."""
+    files = []
+    for number in range(count):
+        files.append(folder / f"{number:02}.py")
+        files[-1].write_text(f"def function_{number}(argument):\n    return argument + {number}\n" * 5)
+    return files

@@ -27,9 +27,9 @@ if __name__ == "__main__":
     sys.modules["imece"] = package
 
 from imece import writing
+from imece.data import bpe as bpe_module
 from imece.data import build as build_module
 from imece.data import prepare as prepare_module
-from imece.data import tokenizer as tokenizer_module
 from imece.data.build import build
 from imece.data.corpus import Source
 from imece.data.files import digest
@@ -152,7 +152,7 @@ def prepare_at_once(folder: Path) -> dict[str, Any]:
     write_texts(folder / "texts", "some words", count=40)
     source = TextSource((str(folder / "texts"),), vocab_size=270)
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    train_bpe, build_all = tokenizer_module.train_bpe, vars(build_module)["_build"]
+    train_bpe, build_all = bpe_module.train_bpe, vars(build_module)["_build"]
 
     def note(word: str) -> None:
         os.write(log, f"{word}\n".encode())

@@ -16,12 +16,13 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from imece.data import build as build_module
+from imece.data.bpe import train_bpe
 from imece.data.build import build
 from imece.data.corpus import Source
 from imece.data.files import locked
 from imece.data.records import TEXT, Texts
 from imece.data.sources import sources
-from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from imece.data.tokenizer import ByteTokenizer, load_tokenizer
 from imece.data.tokens import MANIFEST, TokenFiles, open_tokens
 from tests.data.helpers import files_of_at_most, mistake
 from tests.data.processes import content, open_or_none, run_processes, write_texts

@@ -11,9 +11,10 @@ import pytest
 import tokenizers
 
 from imece.cli.options import parse
+from imece.data.bpe import train_bpe
 from imece.data.corpus import Source
 from imece.data.prepare import TextSource, prepare, reopen
-from imece.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from imece.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.data.helpers import files_of_at_most, mistake
 from tests.data.processes import content, run_processes, write_texts
 

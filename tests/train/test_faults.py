@@ -20,8 +20,8 @@ import torch
 from imece.checkpoint.load import Saved, all_steps, first_whole
 from imece.checkpoint.save import Checkpoints
 from imece.data.batches import Batches
+from imece.data.bpe import train_bpe
 from imece.data.corpus import Source
-from imece.data.tokenizer import train_bpe
 from imece.data.tokens import open_tokens
 from imece.observe.metrics import read_metrics
 from imece.plan.check import read_plan

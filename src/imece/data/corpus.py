@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imece.data import tables
-from imece.data.records import RECORD_SUFFIXES, TEXT, Document, Reading, take_instead
+from imece.data.records import TEXT, Document, Reading, take_instead
 from imece.errors import UserError
 
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
@@ -183,7 +183,7 @@ def _why_not(reading: Reading, path: Path) -> str | None:
     do; None for text."""
     if (records := _RECORDS.get(suffix_of(path))) is not None:
         return records
-    if reading.whole and suffix_of(path) not in RECORD_SUFFIXES:
+    if reading.whole and suffix_of(path) not in (".jsonl", *tables.SUFFIXES):
         return f"no records with {_names(reading.fields)}: name a .jsonl or .parquet"
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:

@@ -9,6 +9,7 @@ from functools import partial
 from glob import has_magic
 from pathlib import Path
 
+from imece.data.bpe import train_bpe
 from imece.data.build import build
 from imece.data.chats import Chats
 from imece.data.corpus import Source, total_bytes
@@ -22,7 +23,6 @@ from imece.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,
-    train_bpe,
 )
 from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError

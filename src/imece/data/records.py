@@ -10,21 +10,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from imece.data.tokenizer import Ids, Spans, Tokenizer
 from imece.errors import UserError
 from imece.listing import kind_of
-
-if TYPE_CHECKING:  # it learns from documents, and so imports this module
-    from imece.data.tokenizer import Ids, Spans, Tokenizer
 
 Format = Literal["text", "answers", "chat"]
 # The usual ones.
 FIELDS: dict[Format, str] = {"text": "text", "answers": "prompt,completion", "chat": "messages"}
-RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")  # of files that hold records
 
 Span = tuple[int, int]  # characters [first, stop)
 Learned = npt.NDArray[np.bool_]

@@ -1,25 +1,22 @@
-"""Text to token ids and back: bytes, or byte-level BPE that is trained on the run's text.
+"""Text to token ids and back: bytes, or any tokenizer.json.
 
-Both kinds are saved as a tokenizer.json that the package `tokenizers` reads; bytes are a BPE without merges.
+Bytes, too, are saved as a tokenizer.json that the package `tokenizers` reads: as a BPE without merges.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
-from imece.data.corpus import Source, divided, fraction, total_bytes
 from imece.data.files import digest, other_place
-from imece.data.records import TEXT, Reading
 from imece.errors import UserError
 from imece.writing import write_whole
 
@@ -30,11 +27,6 @@ LARGEST_VOCAB = 1 << 20  # four times the largest of published models
 
 Ids = npt.NDArray[np.uint32]
 Spans = npt.NDArray[np.int64]
-
-_PROGRESS_BYTES = 1 << 20
-# Longer words are cut before training: each merge visits every word that it occurs in, and a genome on one
-# line is a single word.
-_LONG_WORD = re.compile(r"(\w{256})")
 
 # Other tokenizers' names for the end of a document, the likelier one first.
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -147,9 +139,9 @@ class ByteTokenizer(Tokenizer):
     def to_json(self) -> str:
         if self._content is not None:
             return self._content
-        vocab = {letter: byte for byte, letter in enumerate(_letters())} | {END: self.end}
+        vocab = {letter: byte for byte, letter in enumerate(letters_of_bytes())} | {END: self.end}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        _make_byte_level(tokenizer)
+        make_byte_level(tokenizer)
         tokenizer.add_special_tokens([END])
         return tokenizer.to_str()
 
@@ -253,59 +245,11 @@ class JsonTokenizer(Tokenizer):
             return False
         if model.continuing_subword_prefix or model.end_of_word_suffix:
             return False  # there single letters prove nothing
-        vocab, letters = self._tokenizer.get_vocab(with_added_tokens=False), _letters()
+        vocab, letters = self._tokenizer.get_vocab(with_added_tokens=False), letters_of_bytes()
         if model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
             return False
         of_bytes = "".join(letters[byte] for byte in "€".encode()) in "".join(self._words("€"))
         return not (of_bytes and all(letter in vocab for letter in letters))
-
-
-def train_bpe(
-    sources: Sequence[Source],
-    reading: Reading = TEXT,
-    vocab_size: int = 4096,
-    *,
-    share: float = 0.02,
-    seed: int = 0,
-    sample_bytes: int = 20_000_000,
-    progress: Callable[[int, int], None] | None = None,
-) -> Tokenizer:
-    """A byte-level BPE of the documents of `sources`; the same content gives the same BPE on every machine.
-
-    vocab_size: entries, with `end` and the 256 bytes; a small corpus may fill fewer.
-    share, seed: documents that `build` puts into the validation part are not learned from.
-    sample_bytes: about this much of a larger corpus is learned from; documents are drawn by content.
-    progress: called with (bytes of text read, bytes of all files), about once per MiB.
-    UserError if the vocabulary has no room for all bytes.
-    """
-    if vocab_size < SMALLEST_VOCAB:
-        raise UserError(
-            f"a vocabulary of {vocab_size}: at least {SMALLEST_VOCAB}, for all bytes and a document's end"
-        )
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    _make_byte_level(tokenizer)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_letters(), show_progress=False
-    )
-    total = total_bytes([path for source in sources for path in source.files])
-
-    def sample() -> Iterator[str]:
-        done = told = 0
-        # Cut as for the token files: a document that is whole here might be held out in part there.
-        for _, document, apart in divided(sources, reading, share, seed, skipped={}):
-            text = document.text
-            drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
-            if drawn and not apart:
-                yield from filter(None, _LONG_WORD.split(text))
-            done += len(text.encode())
-            if progress and done - told >= _PROGRESS_BYTES:
-                progress(min(done, total), total)
-                told = done
-        if progress:
-            progress(total, total)
-
-    tokenizer.train_from_iterator(sample(), trainer)
-    return JsonTokenizer(tokenizer, _token_of(tokenizer, END))
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
@@ -338,12 +282,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     begin, end = _said(beside, path.with_name(CONFIG), tokenizer)
     for name in _ENDS if end is None else (end,):
         if tokenizer.token_to_id(name) is not None:
-            token = _token_of(tokenizer, name)
+            token = token_of(tokenizer, name)
             return JsonTokenizer(tokenizer, token, content, begin if begin != token else None, beside)
     raise UserError(f"{path}: no token that ends a document ({', '.join(_ENDS)}): add one as a special token")
 
 
-def _make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
+def make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
     """Split texts into words first, so that no merge crosses two words."""
     # The package's stubs do not know that these attributes can be set.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -382,14 +326,15 @@ def _said(text: str | None, path: Path, tokenizer: tokenizers.Tokenizer) -> tupl
     return tokenizer.token_to_id(str(begin)) if adds else None, str(end) if known else None
 
 
-def _letters() -> list[str]:
+def letters_of_bytes() -> list[str]:
     """The letter that stands for each byte in a byte-level vocabulary: [0] for byte 0, and so on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # printable: themselves
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
-def _token_of(tokenizer: tokenizers.Tokenizer, name: str) -> int:
+def token_of(tokenizer: tokenizers.Tokenizer, name: str) -> int:
+    """The id of a token that the tokenizer has."""
     token = tokenizer.token_to_id(name)
     assert token is not None, name
     return token
