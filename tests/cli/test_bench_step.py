@@ -20,7 +20,7 @@ from imece.bench.reference_model import REFERENCE, batch, new_decoder
 from imece.bench.step import parameter_cost, step, targets
 from imece.bench.step.rank import Rank
 from imece.bench.step.step import Memory, Plan, Results
-from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, STRATEGY_WAYS, WAYS, missing
+from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, STRATEGY_WAYS, WAITING, WAYS, missing
 from imece.cli.main import main
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 
@@ -63,7 +63,8 @@ def test_targets_are_judged_by_what_was_measured() -> None:
 
 
 def test_a_way_that_trains_another_model_is_told() -> None:
-    results = Results(Plan(WAYS), losses={ALONE: 9.0, OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
+    alone = {ALONE: 9.0, WAITING: 8.0}
+    results = Results(Plan(WAYS), losses=alone | {OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
     assert results.odd_ones == [GLOO, VIEW]
     del results.losses[GLOO], results.losses[VIEW]
     assert results.odd_ones == []
@@ -174,7 +175,7 @@ def test_parameters_are_counted_where_they_have_elements() -> None:
         (["--tokens", "300"], "--tokens 300: more than 256 must be a multiple of 256"),
         (["--tokens", "0"], "--tokens 0: at least 1 is needed"),
         (["--tokens", "many"], "'many' is not a whole number"),
-        (["--ways", "torch-nccl"], "'torch-nccl' is not one of no-sync, imece, imece-overlap, torch-shm"),
+        (["--ways", "torch-nccl"], "'torch-nccl' is not one of no-sync, wait-only, imece, imece-overlap"),
         (["--ranks", "1"], "from 2 to 64 ranks"),
         (["--rounds", "0"], "--rounds 0: at least 1"),
         (["--steps", "0"], "--steps 0: at least 1"),

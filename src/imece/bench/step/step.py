@@ -12,7 +12,7 @@ from imece.bench import machine, report
 from imece.bench.crew import Crew, slowest
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.step import timeline
-from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, OVERLAPPED, missing
+from imece.bench.step.ways import ALONE, APART, ONE_PROCESS, OURS, OVERLAPPED, missing
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
 from imece.listing import many
 
@@ -92,7 +92,7 @@ class Results:
     @property
     def odd_ones(self) -> list[str]:
         """The synchronising ways that did not train the same model as most."""
-        return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 1e-3)
+        return odd_losses({way: loss for way, loss in self.losses.items() if way not in APART}, 1e-3)
 
     def as_json(self) -> dict[str, Any]:
         """Everything."""

@@ -21,13 +21,17 @@ from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.offload import Direct, Offload
 
 ALONE, OURS, OVERLAPPED = "no-sync", "imece", "imece-overlap"
+WAITING = "wait-only"
+"""As ALONE, but the ranks wait for each other after each backward: what no synchronisation can go below."""
+APART = (ALONE, WAITING)
+"""Ways in which each rank trains a model of its own."""
 ONE_PROCESS = "data-parallel"
 """torch's DataParallel: one process with the batches of all ranks, and as many threads."""
 OTHERS = ("torch-shm", "torch-gloo", "torch-gloo-view", "accelerate", "fabric", ONE_PROCESS)
-WAYS = (ALONE, OURS, OVERLAPPED, *OTHERS)
+WAYS = (*APART, OURS, OVERLAPPED, *OTHERS)
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "zero3-gather")
 SHARDED_OTHERS = ("torch-zero1", "fully-shard", "deepspeed-zero3")
-STRATEGY_WAYS = (ALONE, *STRATEGIES, *SHARDED_OTHERS)
+STRATEGY_WAYS = (*APART, *STRATEGIES, *SHARDED_OTHERS)
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning", "deepspeed-zero3": "deepspeed"}
 
 
@@ -73,7 +77,8 @@ class Builder:
         if way == "deepspeed-zero3":
             return _deepspeed(model)
         wrapped = self.wrap(way, model)
-        return Way(wrapped, optimizer_of(wrapped))
+        backward = self._backward_and_wait if way == WAITING else torch.Tensor.backward
+        return Way(wrapped, optimizer_of(wrapped), backward)
 
     def build_strategy(
         self, way: str, shape: Shape, precision: MixedPrecision | None = None, offload: str | None = None
@@ -93,7 +98,7 @@ class Builder:
 
     def wrap(self, way: str, model: nn.Module) -> nn.Module:
         """`model` in the wrapper of `way`, for ways that are only a wrapper."""
-        if way == ALONE:
+        if way in APART:
             return model
         if way in (OURS, OVERLAPPED):
             overlap = True if way == OVERLAPPED else None
@@ -104,6 +109,10 @@ class Builder:
         return DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=way == "torch-gloo-view"
         )
+
+    def _backward_and_wait(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        dist.barrier(self._shared_memory())
 
     def _shared_memory(self) -> dist.ProcessGroup:
         """The group on shm, made on first use, so that ways without it do not pay for it."""
