@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -330,6 +331,33 @@ def test_a_disk_that_is_full_before_any_room_was_kept(
     assert all("No space left on device" in alarm for (alarm,) in ranks.alarms), ranks.alarms
     assert ranks.save(2, state_of(2)), ranks.alarms
     assert_whole(newest_whole(tmp_path), 2, 2)
+
+
+def test_rank_0_hears_of_a_rank_that_alone_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for its part nor to say so."""
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", no_room_for("*/rank-00001.json"))
+            began = time.monotonic()
+            assert not ranks.save(2, state_of(2))
+            assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
+        why = "the checkpoint of step 2 was not saved: rank 1: the disk has no room, not even to say more"
+        assert ranks.alarms == [[why]] * 2 and not partials(tmp_path)
+        assert ranks.save(3, state_of(3))
+
+
+def test_a_note_takes_as_much_memory_as_it_has_bytes(tmp_path: Path) -> None:
+    """And not as much as it may have: where memory is limited (ulimit -v), no save succeeded."""
+    ranks = [meeting.Meeting(tmp_path, rank, 2) for rank in range(2)]
+    ranks[1].arrive()
+    tracemalloc.start()
+    ranks[0].arrive()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ranks[0].all_heard and peak_bytes < 1 << 20
 
 
 def test_a_save_that_somebody_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

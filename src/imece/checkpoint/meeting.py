@@ -203,7 +203,9 @@ class Meeting:
     def _read(self, rank: int) -> Json | None:
         try:
             with self._path(rank).open("rb") as file:
-                return unseal(file.read(_MOST_BYTES).rstrip(b" "))
+                # Its size first: to read at most so many bytes, Python takes memory for all of them.
+                nbytes = min(_MOST_BYTES, os.fstat(file.fileno()).st_size)
+                return unseal(file.read(nbytes).rstrip(b" "))
         except FileNotFoundError:
             return None
         except ValueError:  # cut off by an old power failure

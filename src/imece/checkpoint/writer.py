@@ -112,7 +112,7 @@ class Writer:
                 self._meeting.failed(attempt, why)
             except TakenOverError as other:  # and perhaps its clean-up made us fail
                 why = str(other)
-            except (OSError, NotSavedError):  # then the others wait until their time is up
+            except (OSError, MemoryError, NotSavedError):  # then the others wait until their time is up
                 pass
             if isinstance(error, OSError | ValueError | UserError | NotSavedError):
                 raise NotSavedError(why) from error
