@@ -26,7 +26,7 @@ from imece.data.prepare import prepare
 from imece.data.tokens import open_tokens
 from imece.errors import UserError
 from imece.launch.generations import Limits
-from imece.train import start
+from imece.train import header, start
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
 from imece.train.run_folder import RunFolder
@@ -234,7 +234,7 @@ def test_the_run_lies_in_its_own_text(
     config = train.read_config(words)
     run = RunFolder(config.folder)
     prepared = prepare(config.data.source(), run.tokenizer_file, run.tokens(config))
-    said = start.describe_data(prepared, config)
+    said = header.describe_data(prepared, config)
     assert said.endswith("(14.4 % of them held out), 1 run folder left out") and ": 1 file, " in said
     assert main(["train", *words]) == 0 and len(launched) == 2
     (tmp_path / "runs/own/metrics.jsonl").unlink()

@@ -14,7 +14,7 @@ from imece.cli.sample import run as sample
 from imece.cli.train import read_config
 from imece.data.batches import IGNORE
 from imece.data.prepare import prepare
-from imece.train import start
+from imece.train import header
 from imece.train.batch import BatchPlan, batches_of
 from imece.train.evaluate import of_all, windows_read
 from imece.train.run_folder import RunFolder
@@ -132,7 +132,7 @@ def test_records_of_several_sources(tmp_path: Path) -> None:
         letters = [set(bytes(row[(row >= 0) & (row < 256)].tolist()).decode()) for row in targets]
         assert sorted("".join(sorted(each)) for each in letters) == ["esy", "esy", "no"]
         assert batches.learned(step) == (targets != IGNORE).sum()
-    lines_told = [line.split(" are left out")[0] for line in start.notes_on_data(prepared, config, batches)]
+    lines_told = [line.split(" are left out")[0] for line in header.notes_on_data(prepared, config, batches)]
     assert lines_told[:2] == [f"warning: 1 of 41 records of {name}.jsonl" for name in ("yes", "no")]
 
 
@@ -179,7 +179,7 @@ def test_shares_and_times_that_are_small_are_told(tmp_path: Path) -> None:
     said = ["--data", *map(str, folders), "--data.weights", "1", "9999"]
     config = read_config(options(tmp_path, "run", *said))
     prepared = prepare(config.data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens")
-    mix = start._mix(batches_of(config, prepared, BatchPlan(16, 12, 1, 12, 1)), 5)
+    mix = header._mix(batches_of(config, prepared, BatchPlan(16, 12, 1, 12, 1)), 5)
     assert mix == "one.jsonl 0.01 %, read less than 0.001 times; other.jsonl 99.99 %, read 0.43 times"
 
 
@@ -198,10 +198,10 @@ def test_many_reads_of_a_source_are_told(tmp_path: Path) -> None:
     prepared = prepare(config.data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens")
     batches = batches_of(config, prepared, BatchPlan(16, 12, 1, 4, 3))
     often = [times > 4 for times in batches.epochs(200)]
-    lines = [line for line in start.notes_on_data(prepared, config, batches) if " is read " in line]
+    lines = [line for line in header.notes_on_data(prepared, config, batches) if " is read " in line]
     assert len(lines) == sum(often) > 0
     assert (
         lines[-1].startswith("warning: s2.jsonl is read ")
         and "times: more than 4 teach little new" in lines[-1]
     )
-    assert not [line for line in start.notes_on_data(prepared, config) if " is read " in line]
+    assert not [line for line in header.notes_on_data(prepared, config) if " is read " in line]
