@@ -69,6 +69,11 @@ def asked_for(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {said}") from None
 
 
+def other_place(error: OSError) -> str:
+    """Advice for a folder that cannot be written to."""
+    return f"{'make room or ' if error.errno in NO_SPACE else ''}name another"
+
+
 def try_folder(folder: Path) -> None:
     """OSError if nothing may be written in `folder`. A full disk is no error: there may be room later."""
     try:

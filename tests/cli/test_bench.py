@@ -28,6 +28,7 @@ from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.bench.crew import Crew, CrewError
 from imece.bench.targets import at_least
 from imece.cli.bench import BENCHMARKS
+from imece.cli.bench_values import read_sizes
 from imece.cli.main import main
 from imece.errors import UserError
 
@@ -142,11 +143,11 @@ def test_what_misses_by_little_does_not_read_as_met(found: float, bound: float, 
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    assert report.read_sizes("1KiB..64KiB,6MiB") == [2**10, 2**12, 2**14, 2**16, 6 * 2**20]
-    assert report.read_sizes("8, 2k,2K") == [8, 2048]
+    assert read_sizes("1KiB..64KiB,6MiB") == [2**10, 2**12, 2**14, 2**16, 6 * 2**20]
+    assert read_sizes("8, 2k,2K") == [8, 2048]
     for bad in ("", "0", "-1", "1TiB", "1KiB..", "2KiB..1KiB", "1KiB;2KiB", "9" * 40):
         with pytest.raises(UserError):
-            report.read_sizes(bad)
+            read_sizes(bad)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import imece
-from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
 from imece.cli import doctor
 from imece.cli.doctor import Finding
@@ -304,7 +303,8 @@ def test_links_are_measured_between_no_more_ranks_than_cores(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Crew, "of_ranks", _Linked)
-    monkeypatch.setattr(machine, "usable_cores", lambda: 3)
+    for asked in ("imece.cli.doctor.usable_cores", "imece.bench.machine.usable_cores"):
+        monkeypatch.setattr(asked, lambda: 3)
     monkeypatch.setattr("os.getloadavg", lambda: (3.3, 0.0, 0.0))
     assert main(["doctor", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)

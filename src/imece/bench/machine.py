@@ -12,8 +12,6 @@ import torch
 from imece.observe.environment import cpu_model, environment, version
 from imece.system.control_groups import usable_cores
 
-__all__ = ["cpu_model", "describe", "facts", "load", "usable_cores", "version"]
-
 _PEERS = ("mpi4py", "mpich", "deepspeed", "accelerate", "lightning")
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imece.bench import report
 from imece.bench.gpu import gpu
 from imece.bench.gpu.gpu import PARTS
-from imece.cli.bench_options import at_least_one
+from imece.cli.bench_values import at_least_one, read_choices
 from imece.errors import UserError
 
 
@@ -40,7 +39,7 @@ class GpuOptions:
         at_least_one(self.sequences, "--sequences")
         at_least_one(self.rounds, "--rounds")
         at_least_one(self.steps, "--steps")
-        parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
+        parts = tuple(read_choices(self.parts, PARTS, "--parts"))
         if self.device == "cpu" and self.model != "tiny":
             raise UserError(f"--device cpu --model {self.model}: on a CPU only --model tiny is measured")
         if self.device == "cuda":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.bench import memory, report
+from imece.bench import memory
 from imece.bench.collectives import collectives
 from imece.bench.collectives.contenders import LIBRARIES, OPS
 from imece.bench.hosts import hosts
@@ -16,6 +15,15 @@ from imece.bench.step import parameter_cost, step
 from imece.bench.step.ways import STRATEGIES, STRATEGY_WAYS, WAYS
 from imece.bench.train import contenders as train_contenders
 from imece.bench.train.contenders import WAYS as TRAIN_WAYS
+from imece.cli.bench_values import (
+    at_least_one,
+    check_ranks,
+    counts,
+    read_choices,
+    read_size,
+    read_sizes,
+    whole,
+)
 from imece.errors import UserError
 from imece.footprint import Offload
 from imece.train.config import TrainConfig
@@ -50,19 +58,19 @@ class CollectivesOptions:
 
     def plan(self) -> collectives.Plan:
         """What to measure. UserError for options that cannot be met."""
-        ranks = tuple(_whole(word, "--ranks") for word in self.ranks.split(","))
+        ranks = tuple(whole(word, "--ranks") for word in self.ranks.split(","))
         check_ranks(ranks)
         at_least_one(self.rounds, "--rounds")
-        against = report.read_choices(self.against, LIBRARIES[2:], "--against", or_none=True)
+        against = read_choices(self.against, LIBRARIES[2:], "--against", or_none=True)
         ours = [name for name, wanted in zip(LIBRARIES, (self.shared, self.ordinary), strict=False) if wanted]
         chosen = tuple(ours + against)
-        ops = tuple(report.read_choices(self.ops, OPS, "--ops"))
+        ops = tuple(read_choices(self.ops, OPS, "--ops"))
         if not chosen:
             raise UserError("nothing to measure: name at least one library")
-        sizes = tuple(report.read_sizes(self.sizes))
+        sizes = tuple(read_sizes(self.sizes))
         if self.quick:
             default = self.sizes == CollectivesOptions.sizes
-            quick_sizes = tuple(report.read_sizes("1KiB,64KiB,1MiB,8MiB")) if default else sizes
+            quick_sizes = tuple(read_sizes("1KiB,64KiB,1MiB,8MiB")) if default else sizes
             return collectives.Plan(ranks, ops, quick_sizes, chosen, min(self.rounds, 3), _QUICK_S)
         return collectives.Plan(ranks, ops, sizes, chosen, self.rounds)
 
@@ -89,7 +97,7 @@ class HostsOptions:
         if re.fullmatch(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
             raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
         at_least_one(self.rounds, "--rounds")
-        size = report.read_size(self.size) // 4 * 4
+        size = read_size(self.size) // 4 * 4
         if self.quick:
             return hosts.Plan(min(size, 2 * 2**20), min(self.rounds, 2), self.rate, (1, 4), False)
         return hosts.Plan(size, self.rounds, self.rate, steps=self.steps)
@@ -142,11 +150,11 @@ class StepOptions:
                 raise UserError(
                     f"--tokens {count}: more than {REFERENCE.length} must be a multiple of {REFERENCE.length}"
                 )
-        ways = step.wanted(report.read_choices(self.ways, WAYS, "--ways", or_none=True))
+        ways = step.wanted(read_choices(self.ways, WAYS, "--ways", or_none=True))
         if self.strategy:
             every = self.strategy == "all"
             chosen = ",".join(STRATEGY_WAYS) if every else self.strategy
-            ways = step.wanted(report.read_choices(chosen, STRATEGY_WAYS, "--strategy"))
+            ways = step.wanted(read_choices(chosen, STRATEGY_WAYS, "--strategy"))
         rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
         return step.Plan(ways, tokens, self.ranks, rounds, steps, self.memory)
 
@@ -175,8 +183,8 @@ class MemoryOptions:
 
     def plan(self) -> memory.Plan:
         """What to measure. UserError for options that cannot be met."""
-        strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
-        models = tuple(report.read_choices(self.models, tuple(MODELS), "--models"))
+        strategies = tuple(read_choices(self.strategies, STRATEGIES, "--strategies"))
+        models = tuple(read_choices(self.models, tuple(MODELS), "--models"))
         ranks = counts(self.ranks, "--ranks")
         check_ranks(ranks)
         if self.quick:
@@ -214,7 +222,7 @@ class TrainOptions:
             raise UserError(
                 f"--ranks {self.ranks}: they cannot share the {config.batch.sequences} sequences of a step"
             )
-        ways = tuple(report.read_choices(self.ways, TRAIN_WAYS, "--ways", or_none=True))
+        ways = tuple(read_choices(self.ways, TRAIN_WAYS, "--ways", or_none=True))
         rounds, steps = (min(self.rounds, 2), 1) if self.quick else (self.rounds, self.steps)
         return train_contenders.Plan(ways, self.ranks, rounds, steps, config)
 
@@ -223,29 +231,3 @@ def _check_counts(options: StepOptions | TrainOptions) -> None:
     check_ranks([options.ranks])
     at_least_one(options.rounds, "--rounds")
     at_least_one(options.steps, "--steps")
-
-
-def check_ranks(ranks: Iterable[int]) -> None:
-    for count in ranks:
-        if not 2 <= count <= 64:
-            raise UserError(f"--ranks {count}: from 2 to 64 ranks can be measured")
-
-
-def counts(text: str, option: str) -> tuple[int, ...]:
-    """ "128,512" -> (128, 512); UserError for anything but whole numbers from 1."""
-    counts = tuple(dict.fromkeys(_whole(word, option) for word in text.split(",")))
-    for count in counts:
-        at_least_one(count, option)
-    return counts
-
-
-def at_least_one(number: int, option: str) -> None:
-    if number < 1:
-        raise UserError(f"{option} {number}: at least 1 is needed")
-
-
-def _whole(text: str, option: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{option} {text!r} is not a whole number") from None

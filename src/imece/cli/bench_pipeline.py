@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.bench import report
 from imece.bench.pipeline import pipeline
 from imece.bench.pipeline.rank import BLOCKS
-from imece.cli.bench_options import at_least_one, counts
+from imece.cli.bench_values import at_least_one, counts, read_choices
 from imece.errors import UserError
 from imece.model_parallel.schedules import SCHEDULES
 
@@ -34,7 +33,7 @@ class PipelineOptions:
 
     def plan(self) -> pipeline.Plan:
         """What to measure. UserError for options that cannot be met."""
-        schedules = tuple(report.read_choices(self.schedules, SCHEDULES, "--schedules"))
+        schedules = tuple(read_choices(self.schedules, SCHEDULES, "--schedules"))
         stages = counts(self.stages, "--stages")
         micro_batches = counts(self.micro_batches, "--micro-batches")
         if wrong := [each for each in stages if not 2 <= each <= BLOCKS]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.bench import report
 from imece.bench.planner import planner
+from imece.cli.bench_values import read_choices
 from imece.errors import UserError
 from imece.plan.accuracy import memory as accuracy_memory
 from imece.plan.accuracy import steps as accuracy_time
@@ -35,7 +35,7 @@ class PlannerOptions:
             raise UserError(f"--worst {self.worst}: 0 or more")
         if self.page is not None and self.tables:
             raise UserError("--page is of all tables: leave --tables out")
-        chosen = tuple(report.read_choices(self.tables, planner.TABLES, "--tables", or_none=True))
+        chosen = tuple(read_choices(self.tables, planner.TABLES, "--tables", or_none=True))
         readable = (*accuracy_time.TABLES, *accuracy_memory.TABLES)
         if self.rows is not None and (len(chosen) != 1 or chosen[0] not in readable):
             raise UserError(f"--rows needs --tables with one of {', '.join(readable)}")

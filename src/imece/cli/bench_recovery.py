@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from imece.bench import report
 from imece.bench.recovery.rank import SEQUENCES
 from imece.bench.recovery.record import PARTS, STRATEGIES, Plan
-from imece.cli.bench_options import at_least_one
+from imece.cli.bench_values import at_least_one, read_choices
 from imece.errors import UserError
 
 
@@ -42,8 +41,8 @@ class RecoveryOptions:
 
     def plan(self) -> Plan:
         """What to measure. UserError for options that cannot be met."""
-        strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
-        parts = tuple(report.read_choices(self.parts, PARTS, "--parts"))
+        strategies = tuple(read_choices(self.strategies, STRATEGIES, "--strategies"))
+        parts = tuple(read_choices(self.parts, PARTS, "--parts"))
         if not 2 <= self.ranks <= SEQUENCES:
             raise UserError(f"--ranks {self.ranks}: from 2 to {SEQUENCES}, the sequences of a step")
         at_least_one(self.kills, "--kills")

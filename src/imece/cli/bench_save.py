@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imece.bench import report
 from imece.bench.save import save
 from imece.bench.save.save import STRATEGIES
-from imece.cli.bench_options import at_least_one
+from imece.cli.bench_values import at_least_one, read_choices
 from imece.errors import UserError
 
 
@@ -36,7 +35,7 @@ class SaveOptions:
 
     def plan(self) -> save.Plan:
         """What to measure. UserError for options that cannot be met."""
-        strategies = tuple(report.read_choices(self.strategies, STRATEGIES, "--strategies"))
+        strategies = tuple(read_choices(self.strategies, STRATEGIES, "--strategies"))
         if not 2 <= self.ranks <= 64 or self.ranks % 2:
             raise UserError(f"--ranks {self.ranks}: an even number from 2 to 64 can be measured")
         at_least_one(self.rounds, "--rounds")

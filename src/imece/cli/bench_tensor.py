@@ -8,7 +8,7 @@ from pathlib import Path
 from imece.bench.reference_model import REFERENCE
 from imece.bench.tensor import tensor
 from imece.bench.tensor.ways import shape
-from imece.cli.bench_options import at_least_one, counts
+from imece.cli.bench_values import at_least_one, counts
 from imece.errors import UserError
 from imece.model_parallel.plan import check_counts
 

@@ -24,6 +24,7 @@ from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
+from imece.system.control_groups import usable_cores
 from imece.system.open_files import TRAIN, allow_open_files, check_proc, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 from imece.writing import NO_TEMPORARY, temporary_files, try_folder
@@ -105,7 +106,7 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     interfaces = sorted(psutil.net_if_addrs())
     yield from interface(environ, "GLOO_SOCKET_IFNAME", interfaces)
     yield from interface(environ, "NCCL_SOCKET_IFNAME", interfaces)
-    yield from threads(environ, machine.usable_cores())
+    yield from threads(environ, usable_cores())
     yield from host_name(environ, socket.gethostname(), socket.getaddrinfo)
     yield from launcher(environ, socket.getaddrinfo)
     yield from own_variables(environ)
@@ -116,7 +117,7 @@ def software(torch_version: str) -> Finding:
     """Versions and devices."""
     total = psutil.virtual_memory().total
     text = (
-        f"torch {torch_version}, Python {platform.python_version()}, {machine.usable_cores()} cores, "
+        f"torch {torch_version}, Python {platform.python_version()}, {usable_cores()} cores, "
         f"{total / 1e9:.0f} GB; {_devices()}"
     )
     numbers = tuple(int(word) for word in torch_version.split("+")[0].split(".")[:2] if word.isdecimal())
@@ -301,7 +302,7 @@ def rank_findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any])
     links: filled with the latency (s) and bandwidth (bytes/s) of each backend. They are measured with at most
     as many ranks as there are cores: more ranks would measure how long a rank waits for a core.
     """
-    talking = max(2, min(ranks, machine.usable_cores()))
+    talking = max(2, min(ranks, usable_cores()))
     load = machine.load()  # before ranks add to it
     # Wrong variables have been reported already; here they would hide every other finding.
     names = sorted(psutil.net_if_addrs())

@@ -41,7 +41,7 @@ from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
 from imece.train.origin import Weights, tokenizer_of, weights_of
 from imece.train.run_folder import Which, check_which, find_run
-from imece.writing import NO_SPACE
+from imece.writing import other_place, sync, sync_folder
 
 PROG = "imece export"
 DESCRIPTION = (
@@ -222,13 +222,16 @@ def _whole(target: Path) -> Iterator[Path]:
         lock = _lock(partial)
         _clean(target)
         yield partial
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                sync(file)
+        sync_folder(partial)
         os.rename(partial, target)  # succeeds if the target is missing or an empty folder
-        _sync(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
-        do = "make room or name" if error.errno in NO_SPACE else "name"
-        raise UserError(f"{target}: cannot be written ({error.strerror}): {do} another folder") from error
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror}): {other_place(error)} folder"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):  # above all if it is not empty: the model is in it
@@ -267,12 +270,3 @@ def _lock(folder: Path) -> int:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    """Wait until this file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from imece.cli.launch_options import LaunchOptions
 from imece.errors import UserError
 from imece.launch.hosts.addresses import parse_endpoint
-
-if TYPE_CHECKING:
-    from imece.launch.view import Watched
+from imece.launch.view import Watched
 
 OURS = ("--hosts", "--host-rank", "--rendezvous", "--job")
 _THEIRS = {

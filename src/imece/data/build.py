@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from imece.data.corpus import Source, common_folder, divided, documents, total_bytes
-from imece.data.files import DIGEST_BYTES, file_digest, locked, other_place
+from imece.data.files import DIGEST_BYTES, file_digest, locked
 from imece.data.records import Document, Encoded, Reading
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import (
@@ -31,7 +31,7 @@ from imece.data.tokens import (
 )
 from imece.errors import UserError
 from imece.listing import many
-from imece.writing import leftovers, sync, sync_folder
+from imece.writing import leftovers, other_place, sync, sync_folder
 
 Progress = Callable[[int, int], None]  # (bytes of text tokenized, bytes of all files)
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from imece.errors import UserError
-from imece.writing import NO_SPACE
 
 DIGEST_BYTES = 16
 
@@ -24,11 +23,6 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # the file is never deleted: others may wait for its lock
-
-
-def other_place(error: OSError) -> str:
-    """Advice for a folder that cannot be written to."""
-    return f"{'make room or ' if error.errno in NO_SPACE else ''}name another"
 
 
 def digest(content: bytes) -> str:

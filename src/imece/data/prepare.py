@@ -13,7 +13,7 @@ from imece.data.bpe import train_bpe
 from imece.data.build import build
 from imece.data.chats import Chats
 from imece.data.corpus import Source, total_bytes
-from imece.data.files import locked, other_place
+from imece.data.files import locked
 from imece.data.mix import whole_weights
 from imece.data.records import FIELDS, Answers, Format, Reading, Texts
 from imece.data.sources import GoneError, sources
@@ -27,6 +27,7 @@ from imece.data.tokenizer import (
 from imece.data.tokens import TokenFiles, open_tokens
 from imece.errors import UserError
 from imece.listing import many
+from imece.writing import other_place
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes of text done, bytes of all files)
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from imece.data.files import digest, other_place
+from imece.data.files import digest
 from imece.errors import UserError
-from imece.writing import write_whole
+from imece.writing import other_place, write_whole
 
 END = "<|end|>"
 CONFIG = "tokenizer_config.json"  # Hugging Face's: says which tokens begin and end a text

@@ -22,7 +22,6 @@ from imece.checkpoint.load import Saved
 from imece.checkpoint.names import MODEL
 from imece.checkpoint.weights import check_shapes, fill
 from imece.data.chats import open_template
-from imece.data.files import other_place
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
@@ -38,7 +37,7 @@ from imece.train.adapters import check_libraries
 from imece.train.config import TrainConfig
 from imece.train.merged import Merged
 from imece.train.run_folder import RunFolder, Which, find_run, read_shape
-from imece.writing import write_whole
+from imece.writing import other_place, write_whole
 
 _LONGEST = 512  # default length of sequences in tokens: contexts may have up to 131,072
 

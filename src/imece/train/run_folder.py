@@ -17,7 +17,6 @@ from imece.checkpoint.files import step_of
 from imece.checkpoint.load import Saved, all_steps, best, newest, of_step
 from imece.data.batches import Batches
 from imece.data.build import discard
-from imece.data.files import other_place
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from imece.data.tokenizer import Tokenizer, load_tokenizer
 from imece.errors import UserError
@@ -32,7 +31,7 @@ from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
 from imece.train.run_lock import FILE, RunLock
 from imece.train.same_run import check_same_run
-from imece.writing import leftovers, write_whole
+from imece.writing import leftovers, other_place, write_whole
 
 Which = str
 """A checkpoint: "best", which has the lowest validation loss, "last", or the number of a step."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from imece.bench import machine
 from imece.bench.gpu.loop import loops_own
 from imece.bench.gpu.ways import COMPILED, OPTIMIZERS, OURS, STRATEGIES, WAYS, Rank, Timed
 from imece.bench.rounds import odd_losses, ratio, turned
 from imece.launch.spawn import spawn
 from imece.listing import many
 from imece.models.presets import preset
+from imece.observe.environment import cpu_model
 from imece.train.peak import flops_per_token, measured_peak
 
 PARTS = ("wrapper", "compile", "strategies", "loop", "optimizer")
@@ -134,7 +134,7 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
         print("imece train", flush=True)
         loop = loops_own(rank.mesh, plan.model, plan.sequences, plan.rounds * plan.steps)
     return {
-        "device": torch.cuda.get_device_name(rank.device) if rank.on_gpu else machine.cpu_model(),
+        "device": torch.cuda.get_device_name(rank.device) if rank.on_gpu else cpu_model(),
         "parameters": shape.parameter_count,
         "tokens": tokens,
         "flops": flops_per_token(shape) * tokens,
