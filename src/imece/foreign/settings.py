@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 Dtype = Literal["fp32", "bf16", "fp16"]
 TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of the dtypes."""
-_SHARDED = ("zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Settings:
     @property
     def is_sharded(self) -> bool:
         """Whether any rank holds only a part of anything."""
-        return self.strategy in _SHARDED
+        return self.strategy != "replicate"
 
     def arguments(self, model: nn.Module | None = None) -> dict[str, Any]:
         """For `imece.parallelize(model, optimizer, **arguments)`: strategy, precision, offload, units.
