@@ -28,7 +28,6 @@ DTYPES: tuple[str, ...] = (
 )  # fmt: skip
 
 MAX_NUMEL = (1 << 35) - 1
-MAX_ROOT = (1 << 15) - 2
 _OP_SHIFT, _REDUCE_SHIFT, _DTYPE_SHIFT, _ROOT_SHIFT = 59, 55, 50, 35
 
 # Shifted once here, so that pack() is four dict look-ups and no arithmetic on codes.
@@ -71,7 +70,7 @@ def pack(op: str, reduce_op: str, dtype: torch.dtype | None, numel: int, root_or
     """The fingerprint of one call, a non-negative int below 2**63.
 
     KeyError for an unknown operation. A numel above MAX_NUMEL wraps around and is compared in its low bits
-    only. No root is above MAX_ROOT: world.py admits no more ranks.
+    only. A root has 15 bits: world.py admits no more ranks.
     """
     return (
         _OP_BITS[op]

@@ -11,15 +11,16 @@ bits. bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at most:
 A reduce-scatter ends with its owners' sums, which stay in fp32: its elements are rounded once.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 
 from imece.collectives import native
 from imece.collectives.execute import TAG_WIRE, Message, post
 from imece.collectives.given_up import Waitable
-from imece.collectives.pending import in_background, wait_for
+from imece.collectives.pending import wait_for
 from imece.collectives.reduction import flattened
-from imece.collectives.streams import Place
 
 OPS = ("sum", "avg")
 
@@ -146,34 +147,3 @@ def reduce_scatter_bf16(
         call = Bf16Sum(input, group, op, collective=collective)
         call.post_slices()
         return output.copy_(call.total())
-
-
-def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for torch's DistributedDataParallel: `model.register_comm_hook(None, bf16_hook)`.
-
-    Averages the bucket over the group `state` (None: all ranks) while backward goes on. torch refuses its own
-    bf16_compress_hook by name without NCCL, because a backend would sum in bf16; this hook sums in fp32 and
-    runs on any backend. The future holds the bucket's buffer.
-    """
-    # DDP compares the annotations above with these very classes: strings (PEP 563) would be refused.
-    group = state if state is not None else dist.group.WORLD
-    assert group is not None, "torch.distributed is not initialized"
-    buffer = bucket.buffer()
-    if buffer.is_cuda:  # all of it is only queued, in the order of buckets, beside backward
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
-        with Place(buffer.device).behind():
-            all_reduce_bf16(buffer, group, "avg")
-            done.set_result(buffer)  # waiting for it means waiting for the stream that is current here
-        return done
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-    def run() -> None:
-        try:
-            all_reduce_bf16(buffer, group, "avg", collective=False)
-        except BaseException as error:
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
-            raise
-        future.set_result(buffer)
-
-    in_background(run, group)
-    return future
