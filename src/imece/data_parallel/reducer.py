@@ -26,7 +26,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,20 @@ from imece.data_parallel.reducing.sharing import Sharing
 from imece.data_parallel.reducing.used import Alike, Used
 
 
+class Owner(Protocol):
+    """The wrapped model whose gradients these are, as far as its reducer knows it: weakly."""
+
+    def _tell_backward(self) -> None:
+        """A synchronised backward begins."""
+
+    def _to_compare(self) -> Alike:
+        """What must be the same on all ranks."""
+
+    def _refuse_newcomers(self) -> None:
+        """After a backward in which no rank used some parameter, or any, for the first time: the module may
+        have replaced parameters."""
+
+
 class Reducer:
     """The gradients of one model's parameters, reduced over one group."""
 
@@ -51,6 +65,7 @@ class Reducer:
         gradients: Gradients,
         group: dist.ProcessGroup,
         average: Average,
+        owner: Owner,
         *,
         overlap: bool,
         static_graph: bool = False,
@@ -61,6 +76,7 @@ class Reducer:
         suspicion: what the first backward has to settle.
         """
         self.gradients, self.group, self.average = gradients, group, average
+        self._owner = weakref.ref(owner)
         self.leaving = Leaving(gradients, group, overlap, finite)
         self.static_graph = static_graph
         self.sums = 0  # finished: after each, every rank has come at least as far as its backward
@@ -88,13 +104,6 @@ class Reducer:
         self._learning = static_graph  # this rank's first backward counts how often each parameter fires
         self._first_is_over = False  # a backward of all ranks, some of which may have had no inputs
         self._arrivals = Arrivals(wanted=gradients.is_whole)
-        self.when_newly_unused: Callable[[], Callable[[], None] | None] | None = None
-        """Weakly refers to a function to call after a backward in which no rank used some parameter, or any,
-        for the first time: the module may have replaced parameters."""
-        self.alike: Callable[[], Callable[[], Alike] | None] = lambda: None
-        """Weakly refers to a function that returns what must be the same on all ranks."""
-        self.when_beginning: Callable[[], Callable[[], None] | None] | None = None
-        """Weakly refers to a function to call when a synchronised backward begins."""
         gradients.when_over(self._over)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
         if self.leaving.home.is_needed:
@@ -230,8 +239,8 @@ class Reducer:
             self._recover()  # that backward has raised
         if not self._handles:
             return False
-        if self.when_beginning is not None and (tell := self.when_beginning()):
-            tell()
+        if (owner := self._owner()) is not None:
+            owner._tell_backward()
         left = self.sharing.taken()
         self._syncing = True
         self._come_last()
@@ -427,8 +436,8 @@ class Reducer:
         self._syncing = self.armed = False
         if lost:
             raise refusals.lost(self.slots[min(self._left)])
-        if newly_unused and self.when_newly_unused is not None and (tell := self.when_newly_unused()):
-            tell()
+        if newly_unused and (owner := self._owner()) is not None:
+            owner._refuse_newcomers()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
         """This backward ran inside of `node`, as re-entrant checkpoints do; the backward around it
@@ -524,10 +533,9 @@ class Reducer:
 
     def _exchange_used(self) -> None:
         if not (self.static_graph and self._first_is_over):  # otherwise it is known
-            alike = self.alike() if self._present else None
-            self._used.exchange(
-                self._fired, self._touched, alike() if alike is not None else Alike(), self.leaving.overlap
-            )
+            owner = self._owner() if self._present else None
+            alike = owner._to_compare() if owner is not None else Alike()
+            self._used.exchange(self._fired, self._touched, alike, self.leaving.overlap)
 
     def recover(self) -> None:
         """Before a forward: if the last backward raised, wait for the buckets that had left and

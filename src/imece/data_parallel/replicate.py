@@ -403,8 +403,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self._refuse_thawed()
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
-            self.reducer.when_newly_unused = weakref.WeakMethod(self._refuse_newcomers)
-            self.reducer.alike = weakref.WeakMethod(self._to_compare)
         self._tell_joined()
         if self.will_sync_module_buffers() and not self._buffer_sync.after_forward:
             self._sync_buffers(joining)
@@ -422,7 +420,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """Those that `parallelize` was given with this model, if somebody still has them."""
         return [each for known in self.stepped_by if (each := known()) is not None]
 
+    def _tell_backward(self) -> None:
+        """For the reducer: nobody follows."""
+
     def _to_compare(self) -> Alike:
+        """For the reducer: what must be the same on all ranks."""
         return Alike(rates_of(self.known_optimizers))
 
     def _refuse_thawed(self) -> None:
@@ -560,6 +562,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             WholeGradients(named, self.process_group, caps, schedule=way.schedule, wire=way.wire),
             self.process_group,
             Average(self._over, self.process_group, self.device),
+            self,
             overlap=way.overlap,
             static_graph=self.static_graph,
             finite=Finite(self.process_group) if self._check_finite else None,

@@ -149,9 +149,9 @@ class ShardedDataParallel(DistributedDataParallel):
             self.sharding,
             self.process_group,
             Average(self._over, self.process_group, self.device),
+            self,
             overlap=self._way.overlap,
         )
-        self.reducer.when_beginning = weakref.WeakMethod(self._tell_backward)
 
     def _frozen_to_share(self) -> list[tuple[str, torch.Tensor]]:
         """When ranks change, these are the same parameters again, whatever their class is while they

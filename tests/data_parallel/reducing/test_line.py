@@ -24,7 +24,7 @@ def models() -> list[Any]:
     line, said = Line(), list[str]()
     models = [Model(name, line, said) for name in "abc"]
     for each in [*models, *models]:  # a backward may reach one twice
-        line.stand(each)  # type: ignore[arg-type]
+        line.stand(each)
     return models
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,19 @@ import torch.distributed as dist
 from imece.collectives.calls import collectives_made
 from imece.data_parallel.reducing import task
 
-if TYPE_CHECKING:
-    from imece.data_parallel.reducer import Reducer
+
+class Sender(Protocol):
+    """A reducer, as far as the line knows it."""
+
+    def let_go(self) -> None:
+        """Send the buckets that are ready, if it is its turn."""
 
 
 class Line:
     """The reducers of one group that have buckets to send in the current backward, in order."""
 
     def __init__(self) -> None:
-        self._waiting: list[Reducer] = []
+        self._waiting: list[Sender] = []
         self.crossing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Modules that make collectives of their own on the group in backward. For a parameter that a rank
         does not use, the bucket might leave after such a collective there, and before it on another rank. So
@@ -39,24 +43,24 @@ class Line:
         """The line of a group, shared by all its reducers."""
         return _lines.setdefault(group, cls())
 
-    def stand(self, reducer: Reducer) -> None:
+    def stand(self, reducer: Sender) -> None:
         """Put a reducer at the end of the line."""
         if reducer not in self._waiting:
             self._waiting.append(reducer)
 
-    def is_first(self, reducer: Reducer) -> bool:
+    def is_first(self, reducer: Sender) -> bool:
         """Whether a reducer's buckets may leave; no longer once all of them have left."""
         return self._waiting[:1] == [reducer]
 
-    def ahead_of(self, reducer: Reducer) -> list[Reducer]:
+    def ahead_of(self, reducer: Sender) -> list[Sender]:
         """The reducers that have buckets to send before this one."""
         return self._waiting[: self._waiting.index(reducer)] if reducer in self._waiting else []
 
-    def pass_over(self, ahead: list[Reducer]) -> None:
+    def pass_over(self, ahead: list[Sender]) -> None:
         """Remove those `ahead`, whose backward has raised."""
         del self._waiting[: len(ahead)]
 
-    def leave(self, reducer: Reducer) -> None:
+    def leave(self, reducer: Sender) -> None:
         """All buckets of a reducer have left: let the ready ones of the next leave."""
         self._waiting.remove(reducer)
         if self._waiting:
