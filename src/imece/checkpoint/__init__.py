@@ -17,6 +17,14 @@
       .ranks/                             what the ranks tell each other (meeting.py)
 
 Nothing that is read here is ever unpickled.
+
+    save, writer, commit, room         a save; one rank's part of it; rank 0's; room on the disk
+    load, reading, meeting             reading; by ranks together; how ranks that save find each other
+    training_state, weights, full      a model and its optimizers; weights alone; an optimizer on rank 0
+    deal, sliced, staged, divided      what each rank writes, of models that are sharded, cut and divided
+    kept, numbers, base                what optimizers keep; learning rates; frozen parameters
+    manifest, files, names, parts      the format, on the disk
+    plain, states                      values as tensors, and as JSON
 """
 
 from imece.checkpoint.deal import Slice
