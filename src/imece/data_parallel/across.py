@@ -7,7 +7,7 @@ parts must decide together whether to skip a step: otherwise they drift apart.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,27 +19,27 @@ from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import may_be_cut, parameters_of
+from imece.data_parallel.reducing.buckets import Slot
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part
 from imece.model_parallel.divided import divided_parameters
-
-if TYPE_CHECKING:
-    from imece.data_parallel.replicate import DistributedDataParallel
 
 
 class AcrossModel:
     """The ranks that together hold one model, and the parameters that this rank counts in a norm."""
 
-    def __init__(self, mesh: Mesh, model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-        """All of these ranks construct together."""
+    def __init__(
+        self, mesh: Mesh, module: nn.Module, slots: Sequence[Slot], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """All of these ranks construct together. slots: of the module's trained parameters."""
         self._group = mesh.group("pipeline", "tensor")
         self._device = mesh.device
         tensor, at = mesh.size("tensor"), mesh.coordinate("tensor")
-        names = {slot.index: slot.name for slot in model.reducer.slots}
+        names = {slot.index: slot.name for slot in slots}
         every = gather_json([*names.values()], self._group, mesh.device, "names of parameters")
         # Stages that share a parameter know it by one name and have the same gradient: one stage counts it.
         before = set[str]().union(*every[at : self._group.rank() : tensor])
-        divided = divided_parameters(model.module)
+        divided = divided_parameters(module)
         self._counted = {
             number for number, name in names.items() if name not in before and (name in divided or at == 0)
         }
@@ -100,10 +100,6 @@ def refuse_whole_matrices(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
             )
 
 
-def across_model(
-    ranks: Mesh | dist.ProcessGroup, model: DistributedDataParallel, optimizers: Sequence[Optimizer]
-) -> AcrossModel | None:
-    """None if each rank has the whole model."""
-    if not isinstance(ranks, Mesh) or ranks.size("pipeline") * ranks.size("tensor") == 1:
-        return None
-    return AcrossModel(ranks, model, optimizers)
+def is_across(ranks: Mesh | dist.ProcessGroup) -> TypeGuard[Mesh]:
+    """Whether several of these ranks together hold one model."""
+    return isinstance(ranks, Mesh) and ranks.size("pipeline") * ranks.size("tensor") > 1

@@ -10,27 +10,36 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.freed import FreedParameter
 
-if TYPE_CHECKING:
-    from imece.data_parallel.replicate import DistributedDataParallel
 
-_wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+class Wrapped(Protocol):
+    """A wrapped model, as far as others look at it."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def sharding(self) -> Sharding | None: ...
 
 
-def watch(model: DistributedDataParallel) -> None:
+_wrapped: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+
+
+def watch(model: Wrapped) -> None:
     """Watch `model` while it exists, or until the same module is wrapped again."""
     for before in [each for each in _wrapped if each.module is model.module]:
         _wrapped.remove(before)
     _wrapped.add(model)
 
 
-def wrapped_beside(model: DistributedDataParallel) -> list[DistributedDataParallel]:
+def wrapped_beside(model: Wrapped) -> list[Wrapped]:
     """All other wrapped models that somebody still refers to."""
     if any(each is not model for each in _wrapped):
         gc.collect()  # or a model that nobody has any more would count
@@ -55,7 +64,8 @@ def refuse_shared(module: nn.Module, laid: Sequence[torch.Tensor], *, shards_par
 
 def refuse_gathered(module: nn.Module) -> None:
     """ValueError that names a parameter which another model gathers and frees, even if it is gathered now."""
-    gathered = {id(each) for model in _wrapped if _gathers(model) for each in _laid(model)}
+    gathering = (model for model in _wrapped if model.sharding is not None and model.sharding.gathers)
+    gathered = {id(each) for model in gathering for each in _laid(model)}
     for name, parameter in module.named_parameters():
         if id(parameter) in gathered or isinstance(parameter, FreedParameter):
             raise ValueError(
@@ -72,7 +82,7 @@ def _shared_with(module: nn.Module, laid: Sequence[torch.Tensor], shards_paramet
             continue
         theirs, their_buckets = {*map(id, model.module.parameters())}, {*map(id, _laid(model))}
         shared = in_buckets & (theirs if shards_parameters else their_buckets)
-        if their_buckets and _shards_parameters(model):
+        if model.sharding is not None and model.sharding.strategy.parameters:
             shared |= mine.keys() & their_buckets
         for key, name in mine.items():
             if key in shared:
@@ -80,17 +90,7 @@ def _shared_with(module: nn.Module, laid: Sequence[torch.Tensor], shards_paramet
     return None
 
 
-def _shards_parameters(model: DistributedDataParallel) -> bool:
-    sharding = vars(model).get("sharding")
-    return sharding is not None and bool(sharding.strategy.parameters)
-
-
-def _gathers(model: DistributedDataParallel) -> bool:
-    sharding = vars(model).get("sharding")
-    return sharding is not None and bool(sharding.gathers)
-
-
-def _laid(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """The parameters of a model that lie in buckets; in a sharded model, frozen ones too."""
-    sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
-    return [each for store in sharding.every_store for each in store.members] if sharding is not None else []
+def _laid(model: Wrapped) -> list[torch.Tensor]:
+    """The parameters of a sharded model that lie in buckets, frozen ones too."""
+    stores = model.sharding.every_store if model.sharding is not None else []
+    return [each for store in stores for each in store.members]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
-from imece.data_parallel.across import across_model, refuse_whole_matrices
+from imece.data_parallel.across import AcrossModel, is_across, refuse_whole_matrices
 from imece.data_parallel.alone import refuse_what_nobody_sums, warn_of_steps_alone
 from imece.data_parallel.arguments import bucket_caps, check_way
 from imece.data_parallel.auto import Given, choose
@@ -214,9 +214,10 @@ def _known(
 ) -> DistributedDataParallel:
     """Tell the pipeline that owns this part of the model, and tell the part which ranks have the others."""
     wrapped.stepped_by = [weakref.ref(each) for each in optimizers]
-    wrapped.across = across_model(ranks, wrapped, optimizers)
-    if wrapped.across is not None and not isinstance(wrapped, ShardedDataParallel):
-        watch_divided(wrapped)
+    if is_across(ranks):
+        wrapped.across = AcrossModel(ranks, wrapped.module, wrapped.reducer.slots, optimizers)
+        if not isinstance(wrapped, ShardedDataParallel):
+            watch_divided(wrapped)
     if isinstance(wrapped.module, Part):
         wrapped.module.wrapped_by(wrapped)
     return wrapped

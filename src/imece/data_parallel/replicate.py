@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -44,8 +44,9 @@ from imece.data_parallel.reducing.way import (
     leave_together,
 )
 from imece.data_parallel.reducing.whole import Caps, WholeGradients
-from imece.data_parallel.regroup import Kept, leave, regroup, wanting_gradients
+from imece.data_parallel.regroup import Kept, make_usable, release, wanting_gradients
 from imece.data_parallel.same import check_drift, check_same_shapes, sync_from, written_alike
+from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
 from imece.layout import MIB
@@ -62,6 +63,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     differences: .grad is always a view into a bucket; unused parameters need no flag; a rank whose model
     differs is an error that names the parameter. torch's flags for the rest are accepted.
     """
+
+    sharding: Sharding | None = None
+    """How the model lies on the ranks, if it is sharded, except between `leave` and `regroup`."""
 
     def __init__(
         self,
@@ -344,7 +348,22 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """
         group = ranks.data_group if isinstance(ranks, Mesh) else group_or_default(ranks)
         self.leave()
-        regroup(self, group)
+        self._join_group(group)
+
+    def _join_group(self, group: dist.ProcessGroup) -> None:
+        """After `leave`. If this raises, the next `leave` starts from what is there."""
+        kept = self._kept
+        assert kept is not None
+        self.process_group = group
+        kept.move(group)
+        self.require_forward_param_sync = True
+        self._synchronised = 0  # newcomers count from here too
+        self._choose_way()
+        with wanting_gradients(kept.named):  # which of them want one may differ between one step and the next
+            check_same_shapes(self._alike(), group, self.device)
+            self._make_reducer(kept.named)
+        self.reducer.leaving.watch, self.reducer.leaving.hook = kept.watch, kept.hook
+        self._kept = None
 
     def leave(self) -> None:
         """Let go of the ranks until now. Only `regroup` may follow.
@@ -355,7 +374,19 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
         RuntimeError: inside of a backward.
         """
-        leave(self)
+        if task.is_running():
+            raise RuntimeError("regroup() or leave() inside of backward")
+        if self._kept is None:  # else a `regroup` has raised
+            self._kept = Kept.of(self.reducer, self.module, self._buffer_sync.hook, self.process_group)
+            self._let_go()
+        for _, parameter in self._kept.named:
+            parameter.grad = None
+        for _, parameter in (*self._kept.named, *self._frozen):
+            make_usable(parameter)
+        self._kept.move(None)
+        self.__dict__.pop("device_mesh", None)
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # a failed join leaves it on
+        release(self._pop_groups())
 
     def record_trace(self, record: bool = True) -> None:
         """From now on `last_trace` holds the times of the latest synchronised step."""

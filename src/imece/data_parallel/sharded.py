@@ -26,7 +26,6 @@ from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.way import default_cap_bytes, leave_together
-from imece.data_parallel.regroup import regroup
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
@@ -72,6 +71,8 @@ class ShardOptions:
 
 class ShardedDataParallel(DistributedDataParallel):
     """DistributedDataParallel with a part of the model on each rank; made by `parallelize`."""
+
+    sharding: Sharding
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self._check_divisible(groups)
         self.leave()
         self._groups, self._has_frozen = groups, has_frozen
-        regroup(self, groups.world)
+        self._join_group(groups.world)
         self._has_frozen = None
 
     def leave(self) -> None:

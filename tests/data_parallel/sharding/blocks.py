@@ -217,7 +217,8 @@ def accumulated_in_no_sync(model: Any, optimizer: Any, steps: int) -> Iterator[t
 
 
 def assert_freed_if_gathered(model: Any) -> None:
-    if hasattr(model, "sharding") and model.sharding.gathering is not None:
+    sharding = getattr(model, "sharding", None)
+    if sharding is not None and sharding.gathering is not None:
         assert_freed(model)
 
 

@@ -287,16 +287,14 @@ def _steppers_of(given: Sequence[torch.Tensor]) -> list[SteppedParts]:
     return [each for model in _models for each in model.stepped if not ids.isdisjoint(each.ids_of_parts)]
 
 
-def _slots_of(model: ShardedDataParallel) -> list[Slot]:
-    sharding = vars(model).get("sharding")  # there is none between leave() and regroup()
-    return sharding.slots if sharding is not None else []
+def _slots_of(model: DistributedDataParallel) -> list[Slot]:
+    return model.sharding.slots if model.sharding is not None else []
 
 
 def _whole_slots_of(model: DistributedDataParallel) -> list[Slot]:
-    reducer = vars(model).get("reducer")
+    reducer = vars(model).get("reducer")  # there is none between leave() and regroup()
     return reducer.slots if reducer is not None else []
 
 
-def _parts_of(model: ShardedDataParallel) -> list[Part]:
-    sharding = vars(model).get("sharding")
-    return sharding.parts if sharding is not None else []
+def _parts_of(model: DistributedDataParallel) -> list[Part]:
+    return model.sharding.parts if model.sharding is not None else []
