@@ -233,6 +233,20 @@ def test_what_the_order_allows_is_let_through(tmp_path: Path, file: str, line: s
     assert violations(tmp_path, MAY_IMPORT) == []
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "checkpoint", "collectives", "collectives/shared_memory", "data_parallel", "data_parallel/reducing",
+        "data_parallel/sharding", "membership", "model_parallel",
+    ],
+)  # fmt: skip
+def test_the_first_page_of_a_folder_names_each_of_its_files(folder: str) -> None:
+    page = SRC / "imece" / folder / "__init__.py"
+    files = {file.stem for file in page.parent.glob("*.py")} - {"__init__"}
+    named = set(re.findall(r"\w+", ast.get_docstring(ast.parse(page.read_text())) or ""))
+    assert files and files <= named, f"{folder}/__init__.py does not name {sorted(files - named)}"
+
+
 def test_an_empty_tree_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no Python file"):
         violations(tmp_path, MAY_IMPORT)

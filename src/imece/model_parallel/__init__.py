@@ -5,6 +5,6 @@ tensor, plan, layers           which matrices are divided, and what their layers
 boundary, crossing, divided    tensors that pass in and out of them; marks on parameters that are parts
 vocabulary                     cross-entropy of divided logits
 pipeline, cutting, shared      stages of layers; how a model is cut; parameters of several stages
-schedules, stages              in which order micro-batches go through, by torch's stages
+schedules, stages              orders of micro-batches; torch's stages and schedules that follow them
 alike                          ranks that divide a model read the same data
 """

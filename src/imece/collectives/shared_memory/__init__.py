@@ -2,9 +2,11 @@
 
 segment, arena                shared memory, and tensors in it
 board, futex                  words that a rank writes and the others read; ordering and sleeping
-group, direct                 the calls that torch makes, and those that imece makes
+group, direct, group_base     the calls that torch makes, those that imece makes, and what both stand on
+other_devices                 a GPU's tensors in such a group
 engine                        the collectives, as generators over the board
 small, reducing, exchanging   the ways of a collective
+arithmetic, tensors           what a reduction computes; tensors as flat memory
 messages, posted              point to point; sums that ranks make for each other
 runner, waiting, work         who drives operations, how a rank waits, and the handle of an operation
 """
