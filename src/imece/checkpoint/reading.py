@@ -37,11 +37,7 @@ def newest_of_all(
         return (None, "") if whole is not None else _newest_complete(folder, refused, lines.setdefault)
 
     while True:  # until nobody has anything to verify; a rank that is done still listens to the others
-        result, mine, wrong = tried(look, group, device, "looking for a checkpoint")
-        for rank, text in wrong.items():
-            raise mine or UserError(f"rank {rank}: {text}")
-        assert result is not None
-        found, seen = result
+        found, seen = tried(look, group, device, "looking for a checkpoint").on_all()
         every = gather_json(seen, group, device, "which checkpoint each rank sees")
         if not any(every):
             break

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -198,12 +198,7 @@ def together(model: nn.Module, call: Callable[[], Result]) -> Result:
     on all."""
     if not isinstance(model, DistributedDataParallel):
         return call()
-    result, mine, wrong = tried(call, model.process_group, model.device, "reading a checkpoint")
-    if mine is not None:
-        raise mine
-    for rank, text in wrong.items():
-        raise UserError(f"rank {rank}: {text}")
-    return cast(Result, result)
+    return tried(call, model.process_group, model.device, "reading a checkpoint").on_all()
 
 
 def _check_same(model: nn.Module, saved: Saved) -> None:

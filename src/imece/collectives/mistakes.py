@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,14 @@ class Outcome(NamedTuple, Generic[Result]):
     mine: UserError | None
     wrong: dict[int, str]
     """Rank in the world -> its mistake, ascending; if empty, there is a result."""
+
+    def on_all(self) -> Result:
+        """The result. If any rank has made a mistake, UserError on all: the own one, or that of the first."""
+        if self.mine is not None:
+            raise self.mine
+        for rank, text in self.wrong.items():
+            raise UserError(f"rank {rank}: {text}")
+        return cast(Result, self.result)
 
 
 def tried(
