@@ -44,7 +44,7 @@ class Part:
     rank_state: Any
 
 
-def part_name(rank: int) -> str:
+def note_name(rank: int) -> str:
     """The file in which a rank says that its part is on the disk, or why it never will be."""
     return f"rank-{rank:05d}.json"
 
@@ -56,24 +56,24 @@ def write_part(partial: Path, rank: int, part: Part) -> None:
         "file": file_to_json(part.file),
         "rank_state": as_json(part.rank_state, "rank_state"),
     }
-    write_whole(partial / part_name(rank), seal(note))
+    write_whole(partial / note_name(rank), seal(note))
     # Nothing that may fail may follow: rank 0 may have seen it already, and counts on this rank's file.
 
 
 def write_excuse(partial: Path, rank: int, why: str) -> None:
     partial.mkdir(parents=True, exist_ok=True)
     try:
-        write_whole(partial / part_name(rank), seal({"error": why}))
+        write_whole(partial / note_name(rank), seal({"error": why}))
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        (partial / part_name(rank)).touch()  # an empty file takes no block
+        (partial / note_name(rank)).touch()  # an empty file takes no block
 
 
 def read_part(partial: Path, rank: int) -> Part | str | None:
     """What `rank` wrote: its part, a string that says why it has none, or None if nothing is there yet."""
     try:
-        content = (partial / part_name(rank)).read_bytes()
+        content = (partial / note_name(rank)).read_bytes()
     except FileNotFoundError:
         return None
     if not content:
@@ -126,7 +126,7 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     decode(text)  # an unreadable one would replace a readable one
     write_whole(partial / MANIFEST, text, durable=True)  # and the names of all ranks' files
     for rank in range(len(manifest.files)):  # the manifest has all that they say
-        (partial / part_name(rank)).unlink()
+        (partial / note_name(rank)).unlink()
     files.put_in_place(partial, final)
 
 

@@ -28,7 +28,7 @@ from imece.checkpoint.manifest import (
     file_name,
     header,
 )
-from imece.checkpoint.parts import Parts, put_together
+from imece.checkpoint.parts import Parts, whole_and_parts
 from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
 from imece.writing import NOT_ALLOWED
@@ -76,7 +76,7 @@ class Saved:
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _close, self._opened)
-        kinds, parts = put_together(self._manifest.kinds)
+        kinds, parts = whole_and_parts(self._manifest.kinds)
         object.__setattr__(self, "_kinds", kinds)
         object.__setattr__(self, "_parts", parts)
 

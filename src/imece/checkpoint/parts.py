@@ -30,7 +30,7 @@ def part_name(name: str, dim: int, index: int, count: int) -> str:
     return f"{name}@dim{dim}-{index}of{count}"
 
 
-def put_together(kinds: Mapping[str, Kind]) -> tuple[dict[str, Kind], dict[str, Parts]]:
+def whole_and_parts(kinds: Mapping[str, Kind]) -> tuple[dict[str, Kind], dict[str, Parts]]:
     """(every tensor as a whole, the parts of those that have parts). kinds: as in the files."""
     whole, parts = {}, {}
     for name, kind in kinds.items():

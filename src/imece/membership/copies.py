@@ -28,7 +28,7 @@ from imece.errors import UserError
 from imece.membership.copy import Copy, Held
 from imece.membership.offers import Offer, handed_over, newest_whole, of_step, on_host, travelling
 from imece.membership.pieces import Pieces
-from imece.membership.streams import Needs, Receiver, Stream
+from imece.membership.streams import NeededOf, Receiver, Stream
 from imece.mesh import Mesh
 
 _CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ class Copies:
     def recovered(
         self,
         notes: Iterable[Mapping[str, Any]],
-        needs: Needs | None = None,
+        needs: NeededOf | None = None,
         device: torch.device = _CPU,
     ) -> tuple[int, Pieces] | None:
         """The newest step for which copies of everything exist, and their contents; None if there is none.

@@ -17,7 +17,7 @@ from imece.membership.copy import Copy, Piece, table_of
 from imece.membership.pieces import Pieces
 
 CHUNK_BYTES = 64 * 2**20
-Needs = Callable[[str, tuple[int, ...]], tuple[int, int]]
+NeededOf = Callable[[str, tuple[int, ...]], tuple[int, int]]
 """(name, whole shape) -> the elements [start, stop) of this tensor that a rank needs."""
 
 
@@ -81,7 +81,7 @@ class Receiver:
     """Takes from a stream what this rank needs."""
 
     stream: Stream
-    needs: Needs | None  # None: everything
+    needs: NeededOf | None  # None: everything
     _wanted: list[_Wanted] = field(default_factory=list)
 
     def __post_init__(self) -> None:
