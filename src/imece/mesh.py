@@ -405,7 +405,7 @@ def _open_or_same(
     check_backend(backend)
     _openings += 1
     try:
-        _open = _arrange(axes, ranks, backend, device, timeout, adopted)
+        _open = _arrange(asked, device, adopted)
     except BaseException:
         if dist.is_initialized() and not adopted:
             _destroy()
@@ -474,15 +474,9 @@ def hosts_in(group: dist.ProcessGroup) -> Partition | None:
     return tuple(host for host in found if host)
 
 
-def _arrange(
-    axes: Mapping[str, int] | None,
-    ranks: int | None,
-    backend: str | None,
-    device: str | torch.device | None,
-    timeout: timedelta,
-    adopted: bool,
-) -> Mesh:
+def _arrange(asked: _Asked, device: str | torch.device | None, adopted: bool) -> Mesh:
     """Meet, compare, open torch's process group unless it was `adopted`, build the mesh: in this order."""
+    axes, ranks, backend, _, timeout = asked
     world = adopted_world(read_world()) if adopted else read_world()
     if ranks is not None and ranks != world.world_size and not world.joining:
         raise UserError(

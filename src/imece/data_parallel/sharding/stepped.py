@@ -297,8 +297,7 @@ class SteppedParts:
 
     def name_of(self, parameter: object) -> str | None:
         """The name of a whole parameter of which it, or the optimizer of another rank, steps a part."""
-        sharding: Sharding | None = self.__dict__.get("_sharding")
-        named = sharding.trained.named if sharding is not None else ()
+        named = self._sharding.trained.named if self.is_divided else ()
         return next((name for name, each in named if each is parameter), None)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
