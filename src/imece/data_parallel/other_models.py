@@ -39,6 +39,11 @@ def watch(model: Wrapped) -> None:
     _wrapped.add(model)
 
 
+def wrapped() -> list[Wrapped]:
+    """All wrapped models, also those that nobody refers to but the garbage collector has not found yet."""
+    return list(_wrapped)
+
+
 def wrapped_beside(model: Wrapped) -> list[Wrapped]:
     """All other wrapped models that somebody still refers to."""
     if any(each is not model for each in _wrapped):

@@ -22,11 +22,11 @@ from imece.data_parallel.optimizer import stepped_by
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
+from imece.data_parallel.sharding import torch_calls
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.sharding.meta import Init, is_meta
 from imece.data_parallel.sharding.offload import Offload, check_steps_on_host, check_strategy, offload_of
-from imece.data_parallel.sharding.torch_calls import watch_divided
 from imece.data_parallel.sharding.units import Wanted
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.device import home_among
@@ -216,8 +216,7 @@ def _known(
     wrapped.stepped_by = [weakref.ref(each) for each in optimizers]
     if is_across(ranks):
         wrapped.across = AcrossModel(ranks, wrapped.module, wrapped.reducer.slots, optimizers)
-        if not isinstance(wrapped, ShardedDataParallel):
-            watch_divided(wrapped)
+        torch_calls.install()
     if isinstance(wrapped.module, Part):
         wrapped.module.wrapped_by(wrapped)
     return wrapped

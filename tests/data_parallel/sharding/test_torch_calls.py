@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad_norm_ as by_its_own_name
 from torch.nn.utils import clip_grad_value_ as value_by_its_own_name
 
 import imece
+from imece.data_parallel import other_models
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.data_parallel.sharding import torch_calls
 from tests.ranks import run_ranks
 
 
@@ -555,7 +555,7 @@ def go() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     of_whole("zero1", alone)  # parts of as many elements, flat
     gc.collect()
-    assert len(torch_calls._models) <= 1, "wrapped models stay for ever"
+    assert len(other_models.wrapped()) <= 1, "wrapped models stay for ever"
 
 
 def test_torch_calls() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.utils import clip_grad
@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from imece.data_parallel.optimizer import parameters_of
+from imece.data_parallel.other_models import wrapped
 from imece.data_parallel.sharding.stepped import SteppedParts
 
 if TYPE_CHECKING:
@@ -34,28 +35,27 @@ if TYPE_CHECKING:
     from imece.data_parallel.sharded import ShardedDataParallel
     from imece.data_parallel.sharding.parts import Part
 
-_models: weakref.WeakSet[ShardedDataParallel] = weakref.WeakSet()
-_divided: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # replicas of parts of a model
 _left = WeakTensorKeyDictionary()  # parameters in shared memory whose model is gone
 _SEVERAL = "these are of several models, one of them sharded or divided: call it for each model"
 _torchs: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the function that runs in its place
 
 
 def watch(model: ShardedDataParallel) -> None:
-    """Watch `model` while it exists, or until the same module is wrapped again."""
-    for before in [each for each in _models if each.module is model.module]:
-        _models.remove(before)
-    _models.add(model)
+    """From now on torch's functions take this model's parameters too."""
     if model.sharding.common_parameters:
         left = weakref.finalize(model, _leave, [weakref.ref(slot.parameter) for slot in model.reducer.slots])
         left.atexit = False
-    _install()
+    install()
 
 
-def watch_divided(model: DistributedDataParallel) -> None:
-    """Watch a replicated model whose other parts are on other ranks: a norm is over all parts."""
-    _divided.add(model)
-    _install()
+def _sharded_models() -> list[ShardedDataParallel]:
+    return [cast("ShardedDataParallel", each) for each in wrapped() if each.sharding is not None]
+
+
+def _divided_models() -> list[DistributedDataParallel]:
+    """Replicated models whose other parts are on other ranks."""
+    whole = (cast("DistributedDataParallel", each) for each in wrapped() if each.sharding is None)
+    return [each for each in whole if each.across is not None]
 
 
 def _leave(parameters: Iterable[weakref.ref[torch.Tensor]]) -> None:
@@ -65,7 +65,8 @@ def _leave(parameters: Iterable[weakref.ref[torch.Tensor]]) -> None:
 
 
 @functools.cache
-def _install() -> None:
+def install() -> None:
+    """From now on torch's functions take the parameters of sharded and divided models too."""
     instead: Sequence[tuple[Any, Callable[..., Any]]] = (
         (clip_grad.clip_grad_norm_, clip_grad_norm_),
         (clip_grad.clip_grad_value_, clip_grad_value_),
@@ -134,8 +135,8 @@ def get_total_norm(
     ValueError if norm_type is not above 0.
     """
     given = _list(tensors)
-    held: list[torch.Tensor] = [part.parameter for model in _models for part in _parts_of(model)]
-    held += [slot.parameter for model in _divided for slot in _whole_slots_of(model)]
+    held: list[torch.Tensor] = [part.parameter for each in _sharded_models() for part in each.parts]
+    held += [slot.parameter for each in _divided_models() for slot in _whole_slots_of(each)]
     parts = {id(each.grad): each for each in held if each.grad is not None}
     if all(id(each) in parts for each in given):
         of, only = _the_model([parts[id(each)] for each in given])
@@ -214,7 +215,7 @@ def _the_model(given: list[torch.Tensor]) -> tuple[DistributedDataParallel | Non
     others = {id(each) for each in given if each.grad is not None} - known
     if len(found) > 1 or others:
         raise _several(model, others)
-    if len(slots) == len(_slots_of(model)):
+    if len(slots) == len(model.sharding.slots):
         return model, None
     return model, {slot.index for slot in slots} | {part.index for part in parts}
 
@@ -238,7 +239,7 @@ def _ignores(model: DistributedDataParallel, name: str) -> bool:
 def _the_divided(given: list[torch.Tensor]) -> tuple[DistributedDataParallel, set[int]] | None:
     """The replicated model that has these parameters, and their numbers. ValueError if there are several."""
     ids = {id(each) for each in given if each.grad is not None}
-    for model in _divided:
+    for model in _divided_models():
         numbers = {id(slot.parameter): slot.index for slot in _whole_slots_of(model)}
         if ids & numbers.keys():
             if ids - numbers.keys():
@@ -255,8 +256,8 @@ def _of_others(given: list[torch.Tensor]) -> ShardedDataParallel | None:
     ids = {id(each) for each in given}
     models = [
         model
-        for model in _models
-        if _slots_of(model) and model.sharding.size > 1
+        for model in _sharded_models()
+        if model.sharding.size > 1
         if ids <= {id(each) for name, each in model.module.named_parameters() if not _ignores(model, name)}
     ]
     if len(models) > 1:
@@ -273,10 +274,10 @@ def _sharded(given: Sequence[torch.Tensor]) -> list[tuple[ShardedDataParallel, l
     found = [
         (
             model,
-            [slot for slot in _slots_of(model) if id(slot.parameter) in ids],
-            [part for part in _parts_of(model) if id(part.parameter) in ids],
+            [slot for slot in model.sharding.slots if id(slot.parameter) in ids],
+            [part for part in model.sharding.parts if id(part.parameter) in ids],
         )
-        for model in _models
+        for model in _sharded_models()
     ]
     return [each for each in found if each[1] or each[2]]
 
@@ -284,17 +285,10 @@ def _sharded(given: Sequence[torch.Tensor]) -> list[tuple[ShardedDataParallel, l
 def _steppers_of(given: Sequence[torch.Tensor]) -> list[SteppedParts]:
     """The SteppedParts that step some of these parts."""
     ids = {id(each) for each in given}
-    return [each for model in _models for each in model.stepped if not ids.isdisjoint(each.ids_of_parts)]
-
-
-def _slots_of(model: DistributedDataParallel) -> list[Slot]:
-    return model.sharding.slots if model.sharding is not None else []
+    steppers = (stepped for model in _sharded_models() for stepped in model.stepped)
+    return [each for each in steppers if not ids.isdisjoint(each.ids_of_parts)]
 
 
 def _whole_slots_of(model: DistributedDataParallel) -> list[Slot]:
     reducer = vars(model).get("reducer")  # there is none between leave() and regroup()
     return reducer.slots if reducer is not None else []
-
-
-def _parts_of(model: DistributedDataParallel) -> list[Part]:
-    return model.sharding.parts if model.sharding is not None else []
