@@ -35,7 +35,6 @@ from imece.data_parallel.sharding.freed import FreedParameter
 class Kept:
     """What goes over from one group to the next."""
 
-    named: list[tuple[str, torch.Tensor]]  # parameters with a place in a bucket
     watch: Watch | None
     hook: CommHook | None
     meeting: list[Any]  # objects with this process_group: synchronised batch norms, states of hooks
@@ -48,7 +47,6 @@ class Kept:
         hook = reducer.leaving.hook
         others = [hook.state if hook is not None else None, *module.modules()]
         return cls(
-            [(slot.name, slot.parameter) for slot in reducer.slots],
             reducer.leaving.watch,
             hook,
             [each for each in others if getattr(each, "process_group", None) is group],

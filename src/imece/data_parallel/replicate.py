@@ -129,15 +129,16 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.parameters_to_ignore: set[str] = set(
             getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
         )
-        self._trained = named = arguments.trained(module, self.parameters_to_ignore)
+        # Parameters that want a gradient now, each once; they keep their buckets if they are frozen later.
+        self._trained = arguments.trained(module, self.parameters_to_ignore)
         self._frozen = [(name, each) for name, each in module.named_parameters()
                         if not each.requires_grad and name not in self.parameters_to_ignore]  # fmt: skip
-        self._refuse_shared(named)
+        self._refuse_shared()
         if self.process_group.size() > 1:
             arguments.warn_of_max_norm(module)
-        self.device = named[0][1].device
+        self.device = self._trained[0][1].device
         self.device_type = self.device.type
-        devices = {each.device for _, each in named}
+        devices = {each.device for _, each in self._trained}
         self.is_multi_device_module = len(devices) > 1
         self.device_ids, self.output_device = arguments.device_indices(device_ids, output_device, devices)
         flags = arguments.buffer_flags(broadcast_buffers, forward_sync_buffers)
@@ -168,7 +169,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             sync_from(0, states, self.process_group, "the model at construction")
             if isinstance(self.process_group, SharedMemoryGroup):
                 self.process_group.give_back()
-        self._make_reducer(named)
+        self._make_reducer()
         other_models.watch(self)
 
     # Training.
@@ -359,9 +360,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.require_forward_param_sync = True
         self._synchronised = 0  # newcomers count from here too
         self._choose_way()
-        with wanting_gradients(kept.named):  # which of them want one may differ between one step and the next
+        with wanting_gradients(self._trained):  # which of them do may differ between one step and the next
             check_same_shapes(self._alike(), group, self.device)
-            self._make_reducer(kept.named)
+            self._make_reducer()
         self.reducer.leaving.watch, self.reducer.leaving.hook = kept.watch, kept.hook
         self._kept = None
 
@@ -379,9 +380,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if self._kept is None:  # else a `regroup` has raised
             self._kept = Kept.of(self.reducer, self.module, self._buffer_sync.hook, self.process_group)
             self._let_go()
-        for _, parameter in self._kept.named:
+        for _, parameter in self._trained:
             parameter.grad = None
-        for _, parameter in (*self._kept.named, *self._frozen):
+        for _, parameter in (*self._trained, *self._frozen):
             make_usable(parameter)
         self._kept.move(None)
         self.__dict__.pop("device_mesh", None)
@@ -412,7 +413,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def check_parameters(self) -> None:
         """MismatchError that names ranks and parameters unless all ranks hold the same bits; all ranks
         call this."""
-        check_drift(self._named_parameters(), self.process_group, self._synchronised)
+        check_drift(self._trained, self.process_group, self._synchronised)
 
     # Around forward: torch.compile leaves both methods alone and compiles the module between them.
 
@@ -433,7 +434,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self.reducer.recover()
             self._refuse_thawed()
         if not self._synchronised:
-            self.reducer.stepping = in_backward.take_over(each for _, each in self._named_parameters())
+            self.reducer.stepping = in_backward.take_over(each for _, each in self._trained)
         self._tell_joined()
         if self.will_sync_module_buffers() and not self._buffer_sync.after_forward:
             self._sync_buffers(joining)
@@ -539,10 +540,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     # Construction.
 
-    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that wanted a gradient at construction, each once, even if they are frozen now."""
-        return self._trained
-
     def _choose_way(self) -> None:
         """Choose what the user left open, for this group."""
         schedule, wire, overlap = self._asked_way
@@ -577,12 +574,12 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         everything = [*self.module.named_parameters(), *self.module.named_buffers()]
         return [(name, each) for name, each in everything if name not in self.parameters_to_ignore]
 
-    def _refuse_shared(self, named: list[tuple[str, torch.Tensor]]) -> None:
+    def _refuse_shared(self) -> None:
         """ValueError that names a parameter which another model shards, or which has no memory yet."""
         arguments.refuse_meta(self._alike())
         other_models.refuse_shared(self.module, (), shards_parameters=False)
 
-    def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
+    def _make_reducer(self) -> None:
         caps = Caps(
             self.bucket_bytes_cap_list or self.bucket_bytes_cap,
             FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
@@ -590,7 +587,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         )
         way = self._way
         self.reducer = Reducer(
-            WholeGradients(named, self.process_group, caps, schedule=way.schedule, wire=way.wire),
+            WholeGradients(self._trained, self.process_group, caps, schedule=way.schedule, wire=way.wire),
             self.process_group,
             Average(self._over, self.process_group, self.device),
             self,
@@ -620,6 +617,5 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_or_default(None)
         self._choose_way()
-        named = self._named_parameters()
-        with wanting_gradients(named):
-            self._make_reducer(named)
+        with wanting_gradients(self._trained):
+            self._make_reducer()

@@ -102,7 +102,8 @@ class ShardedDataParallel(DistributedDataParallel):
         )  # fmt: skip
         torch_calls.watch(self)
 
-    def _make_reducer(self, named: list[tuple[str, torch.Tensor]]) -> None:
+    def _make_reducer(self) -> None:
+        named = self._trained
         self._check_divisible(self._groups)
         if self._dtypes is None:
             in_backward.refuse(named)
@@ -213,7 +214,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def _begin_forward(self, is_compiling: bool) -> None:
         self._is_compiled = is_compiling
         if not self._synchronised:
-            in_backward.refuse(self._named_parameters())
+            in_backward.refuse(self._trained)
         if self._kept is None:  # else there are no parts, between leave() and regroup()
             self.sharding.check_parts()
             self._elements = self.sharding.written.own_part_alone()
@@ -228,14 +229,14 @@ class ShardedDataParallel(DistributedDataParallel):
         parameters, and looks at all of them before it begins."""
         return self._way.overlap and not self._is_compiled and waits_before_compiled(self.module)
 
-    def _refuse_shared(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _refuse_shared(self) -> None:
         shards_parameters = self._options.strategy.parameters
         shared_out = self._frozen_to_share() if shards_parameters else []
-        laid = [each for _, each in (*named, *shared_out)]
+        laid = [each for _, each in (*self._trained, *shared_out)]
         other_models.refuse_shared(self.module, laid, shards_parameters=shards_parameters)
 
     def _check_divisible(self, groups: ShardGroups) -> None:
-        elements = sum(each.numel() for _, each in self._named_parameters())
+        elements = sum(each.numel() for _, each in self._trained)
         if elements < groups.shard.size():
             raise ValueError(
                 f"a model of {elements} elements cannot be divided among {groups.shard.size()} ranks"
@@ -268,7 +269,7 @@ class ShardedDataParallel(DistributedDataParallel):
         precision = self._options.precision
         return default_cap_bytes(
             self._way.schedule, on_cpu=on_cpu, borrows=borrows, together=together,
-            gradients_bytes=0 if on_cpu else precision.gradients_bytes(self._named_parameters()),
+            gradients_bytes=0 if on_cpu else precision.gradients_bytes(self._trained),
         )  # fmt: skip
 
     @property
