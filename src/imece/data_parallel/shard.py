@@ -51,7 +51,7 @@ class Sharding(Gradients):
         division: Division,
         *,
         fill: Callable[[int], None] | None,
-        may_come_late: Callable[[], bool],
+        may_come_late: weakref.WeakMethod[Callable[[], bool]],
         owners: Mapping[int, Sequence[nn.Module]],
     ) -> None:
         """All ranks of the world group construct this together. frozen: frozen parameters to be sharded with
@@ -299,7 +299,8 @@ class Sharding(Gradients):
                 self.lane.copy(store.own, store.master)
             if not self.common_parameters and self.gathering is None:
                 self._gather(store)
-        if self.offload is not None or not self._may_come_late():
+        may_come_late = self._may_come_late()
+        if self.offload is not None or may_come_late is None or not may_come_late():
             for store in reversed(stepped):
                 store.settle()
         self.lane.wait()  # else the next write into masters, by a checkpoint, might change what goes up

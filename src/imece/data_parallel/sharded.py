@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -133,7 +133,7 @@ class ShardedDataParallel(DistributedDataParallel):
             Trained.frozen(frozen, self.module, units, options.precision.param),
             division,
             fill=fill,
-            may_come_late=_asked_of(self),
+            may_come_late=weakref.WeakMethod(self._may_come_late),
             owners=owners_of(self.module),
         )
         if fill is not None:
@@ -483,14 +483,3 @@ class ShardedDataParallel(DistributedDataParallel):
             "a sharded model cannot be copied or pickled: each rank has a part of it. Save a checkpoint; for "
             "an average of weights copy model.module, inside of `with model.gathered():`"
         )
-
-
-def _asked_of(model: ShardedDataParallel) -> Callable[[], bool]:
-    """The model's `_may_come_late`, through a weak reference: the function must not keep the model alive."""
-    known = weakref.WeakMethod(model._may_come_late)
-
-    def may_come_late() -> bool:
-        asked = known()
-        return asked is not None and asked()
-
-    return may_come_late
