@@ -283,6 +283,28 @@ def test_a_rank_whose_child_lives_on_has_ended() -> None:
     assert spawn(body, ranks=2, timeout_s=200) == [5, 5]
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_stops_or_dies_amid_its_result(dies: bool) -> None:
+    """What it started elsewhere may hold the pipe open, whose end would never come."""
+
+    def rank() -> None:
+        writer = sys._getframe(1).f_locals["writer"]
+        os.write(writer.fileno(), b"\0\0\0\x64abc")
+        if dies:
+            if not os.fork():
+                os.setsid()
+                time.sleep(4)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    began = time.monotonic()
+    what, said = (RankFailedError, "killed by signal 9") if dies else (TimeoutError, "rank 0 still ran")
+    with pytest.raises(what, match=said):
+        spawn(rank, ranks=1, timeout_s=1)
+    assert time.monotonic() - began < 3.5
+
+
 def test_large_results() -> None:
     results = spawn(lambda: torch.arange(3_000_000), ranks=2, timeout_s=200)
     assert all(torch.equal(each, torch.arange(3_000_000)) for each in results)

@@ -38,6 +38,8 @@ from imece.system.open_files import SPAWN, check_open_files
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
 _LONGEST_S = 60.0  # of a single wait, so that a caller's limit is never too large for it
 _RESULT, _FAILURE = b"r", b"f"
+_LENGTH_BYTES = 8  # of a message, before it
+_PIECE_BYTES = 1 << 20
 
 
 class RankFailedError(RuntimeError):
@@ -127,13 +129,15 @@ class _Crew:
         self._processes: list[BaseProcess] = []
         self._readers: list[Connection] = []
         self._pidfds: list[int] = []
-        self._frames: dict[int, bytes] = {}  # each rank's one message: a result or a failure
+        self._came: dict[int, bytearray] = {}  # what has come of each rank's message
+        self._frames: dict[int, bytes] = {}  # each rank's one message, whole: a result or a failure
         self._endings: dict[int, Ending] = {}
 
     def start(self, process: BaseProcess, reader: Connection) -> None:
         """Start one more rank."""
         self._processes.append(process)
         self._readers.append(reader)
+        os.set_blocking(reader.fileno(), False)
         with _no_collection():
             process.start()
         assert process.pid is not None
@@ -191,16 +195,24 @@ class _Crew:
             self._ended(pidfds[ready])
 
     def _read(self, rank: int) -> None:
+        """Take what is there of a message, and wait for nothing: its rank may stop or die in the middle."""
+        came = self._came.setdefault(rank, bytearray())
         try:
-            self._frames[rank] = self._readers[rank].recv_bytes()
-        except (EOFError, OSError):  # the process died before, or in the middle of, its message
-            self._frames[rank] = b""
+            while piece := os.read(self._readers[rank].fileno(), _PIECE_BYTES):
+                came += piece
+        except BlockingIOError:
+            pass
+        else:
+            self._frames[rank] = b""  # it ended before, or in the middle of, its message
+        if len(came) - _LENGTH_BYTES >= int.from_bytes(came[:_LENGTH_BYTES], "big"):
+            self._frames[rank] = bytes(memoryview(came)[_LENGTH_BYTES:])
+            del self._came[rank]
 
     def _ended(self, rank: int) -> None:
         process = self._processes[rank]
         assert process.pid is not None
         kill_group(process.pid)  # what the process started; before exitcode reaps it and frees its number
-        if rank not in self._frames and self._readers[rank].poll():
+        if rank not in self._frames:
             self._read(rank)
         frame = self._frames.get(rank, b"")
         code = process.exitcode
@@ -292,7 +304,11 @@ def _run_rank(
         trace = "".join(traceback.format_exception(error))
         note = {"failure": asdict(status.describe(error)), "traceback": trace}
         message = _FAILURE + json.dumps(note).encode()
-    writer.send_bytes(message)
+    with open(os.dup(writer.fileno()), "wb", buffering=0) as pipe:
+        for part in (len(message).to_bytes(_LENGTH_BYTES, "big"), message):
+            view = memoryview(part)
+            while view:
+                view = view[pipe.write(view) :]
     writer.close()
     if inherited is not None:
         atexit._run_exitfuncs()  # a forked child skips them: the mesh would not be closed
