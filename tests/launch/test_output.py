@@ -7,13 +7,16 @@ import itertools
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from imece.launch.crew import Crew
 from imece.launch.output import LogFile, Outlet, Printed, RankOutput
+from tests.launch.launcher import Launcher
 
 _TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]), max_size=30).map(b"".join)
 
@@ -143,3 +146,25 @@ def test_a_terminal_that_knows_no_colours_gets_none(
         output = RankOutput(0, Outlet(file), Printed())
         output.feed(b"a line\n")
         assert (b"\x1b[" in shown.read(100)) is coloured
+
+
+def test_a_line_below_the_live_line_of_a_killed_rank() -> None:
+    terminal, end = os.openpty()
+
+    def launch() -> int:
+        for number in (1, 2):
+            os.dup2(end, number)
+        with Crew(None) as crew:
+            command = ["sh", "-c", "printf 'step 3'; kill -9 $$"]
+            crew.start(0, 0, command, dict(os.environ), direct=True)
+            while not crew.ended:
+                crew.wait(time.monotonic() + 1)
+            crew.reap(0)
+            crew.say("imece: rank 0 was killed")
+        return 0
+
+    with Launcher(call=launch) as launcher:
+        assert launcher.wait().status == 0
+    assert os.read(terminal, 1000) == b"step 3\r\nimece: rank 0 was killed\r\n"
+    os.close(terminal)
+    os.close(end)

@@ -46,6 +46,7 @@ class Process:
     record: int  # the descriptor of its record (membership/where.py)
     lifeline: int  # of a pipe: closing it, at the latest at this process' end, kills the whole group
     may_wrap: bool  # no Python of ours: the training may be another process, which it has started
+    direct: bool  # it writes to this process' own output
     ends_together: bool = False  # all of its group were asked to end, and have the same time for it
 
     @property
@@ -95,8 +96,7 @@ class Crew:
             self._relay.end_lines()
         finally:
             for process in processes:
-                process.popen.wait()
-                _let_go(process)
+                self._let_go(process)
             self._pass_on_rest()
             self._relay.close()
             for process in self.living.values():
@@ -160,7 +160,7 @@ class Crew:
         if direct:
             self._relay.watch_readers()
         may_wrap = command[0] != sys.executable
-        process = Process(member, slot, popen, pidfd, outputs, record, lifeline, may_wrap)
+        process = Process(member, slot, popen, pidfd, outputs, record, lifeline, may_wrap, direct)
         self.living[member] = process
         self._selector.register(pidfd, selectors.EVENT_READ, process)
         for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
@@ -206,8 +206,7 @@ class Crew:
         process = self.ended.pop(member)
         kill_group(process.pid)
         self._relay.take_rest(process.outputs)
-        process.popen.wait()
-        _let_go(process)
+        self._let_go(process)
 
     def say(self, line: str) -> None:
         """Print one line of the launcher's, after what ranks have printed there."""
@@ -252,6 +251,13 @@ class Crew:
             return  # `tee` ends at the same Ctrl-C; that is seen when a rank says that it has saved
         self._signals.append(number)
 
+    def _let_go(self, process: Process) -> None:
+        """Reap it, and close what it leaves."""
+        if process.popen.wait() < 0 and process.direct:
+            self._relay.end_live_line()
+        for fd in (process.record, process.lifeline):
+            os.close(fd)
+
     def _pass_on_rest(self) -> None:
         """Pass on what a slow reader has not taken yet; only briefly if a signal has ended the job."""
         deadline = None
@@ -262,8 +268,3 @@ class Crew:
                 if now >= deadline:
                     return
             self._look(deadline or math.inf)
-
-
-def _let_go(process: Process) -> None:
-    for fd in (process.record, process.lifeline):
-        os.close(fd)

@@ -96,6 +96,12 @@ class Relay:
         stderr = self._outlets[1]
         self._write(stderr, partial(stderr.write, own_line(line)))
 
+    def end_live_line(self) -> None:
+        """A rank that writes to our own terminal was killed, and so has not ended its live line."""
+        with contextlib.suppress(OSError, ValueError):  # closed, or in memory
+            if self._outlets[0].file.isatty():
+                self._write(self._outlets[0], partial(self._outlets[0].write, b"\n"))
+
     def show_failure(self, output: RankOutput) -> None:
         """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
         for line in output.failure_lines():
