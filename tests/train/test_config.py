@@ -337,6 +337,16 @@ def test_several_values_that_may_not_change() -> None:
         )
 
 
+def test_a_run_on_the_default_text_is_called_so() -> None:
+    now = dataclasses.replace(TrainConfig(), data=DataSection(("/a",)))
+    with pytest.raises(UserError) as mistake:
+        check_same_run(TrainConfig(), now)
+    assert (
+        "holds a run with data.paths = [] (no --data: Python's standard library), this command says "
+        '["/a"]: name another folder'
+    ) in str(mistake.value)
+
+
 def test_what_is_none_is_named_as_an_option_takes_it() -> None:
     with pytest.raises(
         UserError, match=r"holds a run with model\.layers = None, this command says 3"

@@ -296,7 +296,7 @@ class Generations:
         # a loop.
         joined = [member for member in self._failed if member in self.newest.members]
         if joined and not self.stopping and self._is_loop(now):
-            return self._end(f", the {_LOOP}rd time in a row that ranks died without finishing a step")
+            return self._end(f", the {_LOOP}rd time in a row that ranks died and no finished step was seen")
         lost, self._failed, self.blame_at = self._failed, {}, None
         start_wait_s, given_up = self._after_not_joining(
             each.rank for m, each in lost.items() if m not in joined
@@ -337,7 +337,7 @@ class Generations:
     def _start_again(self, now: float, why: str = "") -> Verdict:
         """why: in words, why nobody goes on, if that is to be printed."""
         if self._is_loop(now):
-            return self._end(f", the {_LOOP}rd time in a row that ranks ended without finishing a step")
+            return self._end(f", the {_LOOP}rd time in a row that ranks ended and no finished step was seen")
         cause = first_cause(list(self._failed.values()))
         limit = self._limits.max_restarts
         too_few = len(self.places) < self._limits.min_ranks

@@ -54,8 +54,8 @@ def check_same_run(before: TrainConfig, now: TrainConfig) -> None:
     if names := [name for name in old if old[name] != new[name]]:
         options = "those options" if names[1:] else "that option"
         raise UserError(
-            f"{now.folder} holds a run with {names[0]} = {as_toml(old[names[0]])}, this command says "
-            f"{as_toml(new[names[0]])}{_more(names)}: name another folder with --run, or leave {options} out"
+            f"{now.folder} holds a run with {names[0]} = {_said(names[0], old)}, this command says "
+            f"{_said(names[0], new)}{_more(names)}: name another folder with --run, or leave {options} out"
         )
 
 
@@ -80,6 +80,11 @@ def check_computed_with(before: Mapping[str, Any], now: TrainConfig, where: Path
 def _computing(config: TrainConfig) -> dict[str, Any]:
     values = flat(config.absolute())
     return {name: value for name, value in values.items() if name not in MAY_CHANGE}
+
+
+def _said(name: str, values: Mapping[str, Any]) -> str:
+    by_default = name == "data.paths" and not values[name]
+    return as_toml(values[name]) + " (no --data: Python's standard library)" * by_default
 
 
 def _more(names: Sequence[str]) -> str:
