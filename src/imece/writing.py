@@ -14,6 +14,8 @@ from imece.errors import UserError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers that mean: the disk is full, or this user's quota is."""
+TOO_LARGE = "raise the limit of a file's size (ulimit -f)"
+"""What to do after EFBIG: neither room nor another place helps."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Error numbers that mean: nothing can be written there, however long one waits."""
 
@@ -69,9 +71,11 @@ def asked_for(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {said}") from None
 
 
-def other_place(error: OSError) -> str:
-    """Advice for a folder that cannot be written to."""
-    return f"{'make room or ' if error.errno in NO_SPACE else ''}name another"
+def other_place(error: OSError, place: str = "") -> str:
+    """Advice for a `place` that cannot be written to, such as a folder."""
+    if error.errno == errno.EFBIG:
+        return TOO_LARGE
+    return f"{'make room or ' if error.errno in NO_SPACE else ''}name another {place}".rstrip()
 
 
 def try_folder(folder: Path) -> None:

@@ -180,6 +180,9 @@ def test_host_name_files_and_locked_memory() -> None:
     assert few.status == "warn" and "only 256 open files are allowed (ulimit -Hn), enough for " in few.text
     fewer = only(doctor.open_files(4, 20))
     assert fewer.status == "fail" and ", and 20 are allowed (ulimit -Hn): raise that limit" in fewer.text
+    assert not list(doctor.processes(4, None)) and not list(doctor.processes(4, 1000))
+    few = only(doctor.processes(4, 9))
+    assert few.status == "warn" and few.text.startswith("only 9 more processes and threads may be started, ")
     assert only(doctor.locked_memory(8 * 2**20, infiniband=True)).status == "warn"
     assert not list(doctor.locked_memory(8 * 2**20, infiniband=False))
 

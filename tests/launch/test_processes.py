@@ -42,6 +42,13 @@ def test_a_rank_that_may_not_start_threads_names_the_limit() -> None:
     )
 
 
+def test_a_rank_without_memory_says_what_to_do() -> None:
+    line = ending(0, 1, 5.0, Failure(3.0, "MemoryError", "", False)).describe()
+    assert line.endswith(
+        "MemoryError: (exit status 1): give it more memory (ulimit -v, docker --memory), or use less"
+    )
+
+
 def test_leaving_early_is_a_failure() -> None:
     early = ending(1, 0, 5.0, left_early=True)
     assert first_cause([ending(0, 0, 1.0), early]) is early

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,3 +122,36 @@ def test_a_container_that_shows_its_own_root_only(tell: Tell) -> None:
     """Docker with version 1: the path is that of the host."""
     group(tell("4:memory:/docker/0123\n") / "memory", V1, 1000, 300, 0)
     assert segment.available_bytes() == 700
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_how_many_more_threads_may_be_started(
+    tell: Tell, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    trees = tell("5:pids:/pods/one\n0::/\n" if version == 1 else "0::/pods/one\n")
+    group = trees / ("pids/pods/one" if version == 1 else "pods/one")
+    group.mkdir(parents=True)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert control_groups.free_threads() is None
+    (group / "pids.max").write_text("max\n")
+    (group / "pids.current").write_text("30\n")
+    assert control_groups.free_threads() is None
+    (group / "pids.max").write_text("100\n")
+    assert control_groups.free_threads() == 70
+
+
+def test_a_limit_of_the_users_threads_counts_those_that_there_are(
+    tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell("")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    users = [(1000, 7), (1000, 3), (0, 90)]
+    found = [
+        SimpleNamespace(info={"uids": SimpleNamespace(real=user), "num_threads": count})
+        for user, count in users
+    ]
+    monkeypatch.setattr(psutil, "process_iter", lambda _: found)
+    assert control_groups.free_threads() == 40
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert control_groups.free_threads() is None, "root has no such limit"

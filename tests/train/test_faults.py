@@ -140,7 +140,9 @@ def full_disk(folder: str) -> list[str]:
     run = path / "run"
     words = options(path, "run", "--ranks=2", "--checkpoint.every=2")
     said = train([*words, "--steps=4"], path, fault=no_room_for_tokens).mistake()
-    assert said.startswith(f"{run}/tokens: cannot write the token files (File too large): name another")
+    assert said.startswith(
+        f"{run}/tokens: cannot write the token files (File too large): raise the limit of a file's size"
+    )
     assert not run.exists()
     assert train([*words, "--steps=4"], path).status == 0
     saved = files(run / "checkpoints" / "step-00000004")
@@ -157,7 +159,7 @@ def full_disk(folder: str) -> list[str]:
     warnings = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
     for step in (6, 8):
         (line,) = [line for line in warnings if f"the checkpoint of step {step} was not saved" in line]
-        assert "File too large" in line
+        assert "File too large: raise the limit of a file's size (ulimit -f)" in line
     assert [line for line in warnings if "metrics.jsonl: cannot be written (File too large)" in line]
     assert files(run / "checkpoints" / "step-00000004") == saved and last(run).step == 4
     assert (run / "environment.json").read_bytes() == environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins,
 from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, TakenOverError
 from imece.checkpoint.room import Room
 from imece.errors import UserError
-from imece.writing import NO_SPACE, NOT_ALLOWED, sync_folder
+from imece.writing import NO_SPACE, NOT_ALLOWED, TOO_LARGE, sync_folder
 
 # After this long, a folder that is neither partial nor in place counts as removed: file systems of several
 # hosts may show a new name late.
@@ -274,6 +275,6 @@ def _sizes(partial: Path) -> list[tuple[str, int]]:
 def why_of(error: BaseException) -> str:
     if isinstance(error, OSError):
         name = f"{Path(str(error.filename)).name}: " if error.filename else ""
-        return f"{name}{error.strerror}"
+        return f"{name}{error.strerror}{f': {TOO_LARGE}' if error.errno == errno.EFBIG else ''}"
     plain = isinstance(error, NotSavedError | ValueError | TypeError | UserError)
     return str(error) if plain else repr(error)

@@ -24,7 +24,8 @@ from imece.collectives import recording, who_waits
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
-from imece.system.control_groups import usable_cores
+from imece.listing import many
+from imece.system.control_groups import free_threads, usable_cores
 from imece.system.open_files import TRAIN, allow_open_files, check_proc, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 from imece.writing import NO_TEMPORARY, temporary_files, try_folder
@@ -35,6 +36,7 @@ _MODULE = "imece.cli.doctor_rank"
 _ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 1024
+_THREADS = 16  # of a rank, beside those that compute: Gloo's, autograd's, its own
 VARIABLES = (BACKEND, SCHEDULE, "IMECE_HOST", "IMECE_HERE", "IMECE_TOKEN", "IMECE_TOKEN_FILE")
 _BETWEEN_PROCESSES = (
     "IMECE_AGENT_PORT", "IMECE_FINISHED", "IMECE_JOINING", "IMECE_MARK", "IMECE_MEMBER", "IMECE_OPENED",
@@ -91,6 +93,7 @@ def run(argv: Sequence[str]) -> int:
 def findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> Iterator[Finding]:
     """All of them, each as soon as it is there. links: see `rank_findings`."""
     yield from host_findings(environ)
+    yield from processes(ranks, free_threads())
     needed = [*open_files(ranks, allow_open_files()), *temporary()]
     yield from needed
     if all(finding.status != "fail" for finding in needed):
@@ -280,6 +283,17 @@ def open_files(ranks: int, allowed: int) -> Iterator[Finding]:
     elif allowed < _FEW_FILES:
         most = most_ranks(TRAIN, allowed)
         yield Finding("warn", f"only {allowed} open files are allowed (ulimit -Hn), enough for {most} ranks")
+
+
+def processes(ranks: int, free: int | None) -> Iterator[Finding]:
+    """The limit of processes and threads. free: how many more may be started; None is without a limit."""
+    wanted = ranks * (_THREADS + max(1, usable_cores() // ranks))
+    if free is not None and free < wanted:
+        yield Finding(
+            "warn",
+            f"only {free} more processes and threads may be started, and {many(ranks, 'rank')} may want "
+            f"{wanted}: raise the limit (ulimit -u, docker --pids-limit) or start fewer ranks",
+        )
 
 
 def temporary() -> Iterator[Finding]:

@@ -229,9 +229,8 @@ def _whole(target: Path) -> Iterator[Path]:
         os.rename(partial, target)  # succeeds if the target is missing or an empty folder
         sync_folder(target.parent)
     except OSError as error:
-        raise UserError(
-            f"{target}: cannot be written ({error.strerror}): {other_place(error)} folder"
-        ) from error
+        do = other_place(error, "folder")
+        raise UserError(f"{target}: cannot be written ({error.strerror}): {do}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):  # above all if it is not empty: the model is in it

@@ -95,7 +95,7 @@ def build(
                     return open_tokens(folder)
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot write the token files ({error.strerror}): {other_place(error)} folder"
+            f"{folder}: cannot write the token files ({error.strerror}): {other_place(error, 'folder')}"
         ) from error
 
 

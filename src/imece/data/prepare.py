@@ -243,7 +243,7 @@ def _tokenizer(
                     _make(source, reading, by_source, progress).save(path)
         except OSError as error:
             raise UserError(
-                f"{path}: cannot be written ({error.strerror}): {other_place(error)} folder"
+                f"{path}: cannot be written ({error.strerror}): {other_place(error, 'folder')}"
             ) from error
     return load_tokenizer(path)
 

@@ -92,7 +92,7 @@ class Tokenizer(ABC):
             self.write(Path(path))
         except OSError as error:
             raise UserError(
-                f"{path}: cannot be written ({error.strerror}): {other_place(error)} place"
+                f"{path}: cannot be written ({error.strerror}): {other_place(error, 'place')}"
             ) from error
 
     @property

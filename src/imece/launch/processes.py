@@ -94,6 +94,8 @@ class Ending:
         if self.failure is not None:
             what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
             hint = f": {NO_MORE}" if "can't start new thread" in what else ""
+            if self.failure.kind == MemoryError.__name__:
+                hint = ": give it more memory (ulimit -v, docker --memory), or use less"
             return f"{who} failed with {what} (exit status {self.status}){hint}"
         return f"{who} failed with exit status {self.status}"
 

@@ -1,4 +1,5 @@
-"""The cores and the memory that this process may use: what a container, a SLURM job or a systemd unit allows.
+"""The cores, the memory and the threads that this process may use: what a container, a SLURM job or a systemd
+unit allows.
 
 A limit holds for a control group and all below it, so each ancestor counts. Version 2 has one tree, version 1
 one for each kind of limit. In a container the path may be that of the host, of which only the root is
@@ -7,7 +8,9 @@ visible: missing groups are passed over.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
@@ -65,6 +68,24 @@ def limits() -> list[Limit]:
     return found
 
 
+def free_threads() -> int | None:
+    """How many more processes and threads may be started: by this process' groups, and by its user, whose
+    threads in all groups count. None if neither is limited."""
+    left: list[int] = []
+    for group, _ in _groups("pids"):
+        with contextlib.suppress(OSError):  # as above
+            if (allowed := (group / "pids.max").read_text().strip()) != "max":
+                left.append(int(allowed) - int((group / "pids.current").read_text()))
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if most != resource.RLIM_INFINITY and (user := os.getuid()) != 0:  # root has no such limit
+        used = 0
+        for process in psutil.process_iter(["uids", "num_threads"]):
+            if process.info["uids"] is not None and process.info["uids"].real == user:
+                used += process.info["num_threads"] or 0
+        left.append(most - used)
+    return max(0, min(left)) if left else None
+
+
 def _quotas() -> Iterator[float]:
     """The quotas of CPU time, in cores."""
     for group, version in _groups("cpu"):
@@ -77,7 +98,7 @@ def _quotas() -> Iterator[float]:
             yield int(quota_us) / int(period_us)
 
 
-def _groups(controller: Literal["cpu", "memory"]) -> Iterator[tuple[Path, int]]:
+def _groups(controller: Literal["cpu", "memory", "pids"]) -> Iterator[tuple[Path, int]]:
     """The folders of this process' groups and of all above them, each with its version, 1 or 2."""
     try:
         lines = _PROC.read_text().splitlines()

@@ -18,13 +18,13 @@ class Files(NamedTuple):
     """How many a process that starts ranks has open at the least, as counted in /proc while they ran."""
 
     each: int  # for a rank: pipes, what it notes, its process, its connections to the store
-    own: int  # beside those that it has at the beginning
+    own: int  # beside those that it has at the beginning, and 4 for what is open for a moment
 
 
-SPAWN = Files(5, 12)
-LAUNCH = Files(8, 14)  # of a script with imece.steps; a plain one has 6 for each rank
-HOST_0, OTHER_HOST = Files(8, 20), Files(12, 20)  # ranks reach the store through their launchers
-TRAIN = Files(8, 10)  # ranks that go on when others die have more connections
+SPAWN = Files(5, 16)
+LAUNCH = Files(8, 18)  # of a script with imece.steps; a plain one has 6 for each rank
+HOST_0, OTHER_HOST = Files(8, 24), Files(12, 24)  # ranks reach the store through their launchers
+TRAIN = Files(8, 14)  # ranks that go on when others die have more connections
 
 
 def allow_open_files() -> int:

@@ -209,7 +209,7 @@ def keep(config: TrainConfig) -> None:
     except OSError as error:
         raise UserError(
             f"{error.filename or run.origin}: cannot be kept in the run folder ({error.strerror}): "
-            f"{other_place(error)} folder"
+            f"{other_place(error, 'folder')}"
         ) from error
 
 

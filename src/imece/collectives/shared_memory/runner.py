@@ -191,8 +191,9 @@ class Runner:
     def _wake_worker(self) -> None:
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="imece-shm", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="imece-shm", daemon=True)
+                thread.start()  # RuntimeError under a limit of threads
+                self._thread = thread
             self._changed.notify()
         if self._board.sleepers:
             self._board.ring(self._board.rank)
