@@ -6,7 +6,7 @@ from collections import UserDict
 
 from torch import nn
 
-from imece.listing import kind_of, size_text
+from imece.listing import kind_of, size_text, words_of
 
 
 def test_a_or_an_goes_by_the_sound() -> None:
@@ -18,3 +18,8 @@ def test_a_or_an_goes_by_the_sound() -> None:
 def test_sizes_have_the_largest_unit_that_they_fill() -> None:
     sizes = (8, 1023, 1536, 1023 * 2**10, 6 * 2**20, 2**30)
     assert [*map(size_text, sizes)] == ["8 bytes", "1023 bytes", "1.5 KiB", "1023 KiB", "6 MiB", "1 GiB"]
+
+
+def test_an_error_is_said_in_one_line() -> None:
+    assert words_of(ValueError("line 3:\n   a comma\n")) == "line 3: a comma"
+    assert words_of(KeyboardInterrupt()) == "KeyboardInterrupt"

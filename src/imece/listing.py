@@ -1,4 +1,4 @@
-"""Lists of names, counts, sizes and kinds of things, within one line of a message."""
+"""Lists of names, counts, sizes, kinds of things and words of errors, within one line of a message."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def kind_of(value: object) -> str:
     """(3) -> "an int", ([]) -> "a list", (UserDict()) -> "a UserDict": what a wrong value is."""
     name = type(value).__name__
     return f"{'an' if _SPOKEN_WITH_A_VOWEL.match(name) else 'a'} {name}"
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says, however many lines it took; the name of its class if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -32,9 +32,9 @@ from imece.data.records import (
     learned_tokens,
     string,
 )
-from imece.data.tokenizer import CONFIG, Tokenizer, load_tokenizer
+from imece.data.tokenizer import CONFIG, Tokenizer, load_tokenizer, text_beside
 from imece.errors import UserError
-from imece.listing import kind_of
+from imece.listing import kind_of, words_of
 
 TEMPLATE = "chat_template.jinja"
 _TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -62,7 +62,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise UserError(f"{where}: no chat template ({_line(error)}): get the file again") from error
+            raise UserError(f"{where}: no chat template ({words_of(error)}): get the file again") from error
 
     def write(self, messages: Sequence[Message], where: str, *, begins: bool = False) -> str:
         """The text, in which _OPEN and _CLOSE are around what it marks. begins: with what has the assistant
@@ -72,7 +72,9 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=begins, **self.tokens
             )
         except Exception as error:  # whatever a stranger's program raises
-            raise UserError(f"{where}: refused by the chat template, {self.name}: {_line(error)}") from error
+            raise UserError(
+                f"{where}: refused by the chat template, {self.name}: {words_of(error)}"
+            ) from error
 
 
 def open_template(folder: Path) -> ChatTemplate:
@@ -88,16 +90,12 @@ def open_template(folder: Path) -> ChatTemplate:
 def find_template(folder: Path) -> ChatTemplate | None:
     """The same, or None. UserError if it cannot be read."""
     said, path = _json_object(folder / CONFIG), folder / TEMPLATE
-    source: object
-    try:
-        source = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    source: object = text_beside(path)
+    if source is None:
         path, source = folder / CONFIG, said.get("chat_template")
         if isinstance(source, list):  # several, of which "default" is for conversations
             named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             source = named.get("default")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
     if not isinstance(source, str):
         return None
     every = _json_object(folder / "special_tokens_map.json") | said
@@ -266,7 +264,3 @@ def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
 
 def _refuse(message: object) -> NoReturn:
     raise jinja2.TemplateError(str(message))
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

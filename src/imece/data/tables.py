@@ -16,7 +16,7 @@ from typing import Any
 
 from imece.data.records import Reading, take_instead
 from imece.errors import UserError
-from imece.listing import some
+from imece.listing import some, words_of
 
 SUFFIXES = (".parquet", ".arrow")
 
@@ -42,8 +42,7 @@ def rows(path: Path, reading: Reading) -> Iterator[tuple[int, list[object]]]:
         named = few(reading.fields)
         raise UserError(f"{path}: column {named} is not UTF-8 after row {row}: write it anew") from error
     except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: not a {path.suffix} table ({reason}): write it anew") from error
+        raise UserError(f"{path}: not a {path.suffix} table ({words_of(error)}): write it anew") from error
 
 
 def require() -> None:
@@ -83,9 +82,8 @@ def fetched(name: str, split: str | None) -> list[Path]:
         builder.download_and_prepare()
         found = list(builder.info.splits)
     except Exception as error:  # errors of many classes: the network's, the Hub's, pyarrow's, a reader's own
-        reason = " ".join(str(error).split())
         hint = "name another, or save it to disk with datasets' save_to_disk and name that folder"
-        raise UserError(f"hf:{name}: {reason or type(error).__name__}; {hint}") from error
+        raise UserError(f"hf:{name}: {words_of(error)}; {hint}") from error
     dataset = builder.as_dataset(split=_chosen(found, split, f"hf:{name}"))
     return [Path(file["filename"]) for file in dataset.cache_files]
 

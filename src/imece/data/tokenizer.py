@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from imece.data.files import digest
 from imece.errors import UserError
+from imece.listing import words_of
 from imece.writing import other_place, write_whole
 
 END = "<|end|>"
@@ -203,10 +204,9 @@ class JsonTokenizer(Tokenizer):
             encode = getattr(self._tokenizer, how)
             return list(encode(texts, add_special_tokens=False))
         except Exception as error:  # the package raises this base class for a word that it does not know
-            reason = " ".join(str(error).split())
             raise UserError(
-                f"the tokenizer cannot read this text ({reason}): give it a token for what it does not know, "
-                "or name another"
+                f"the tokenizer cannot read this text ({words_of(error)}): give it a token for what it does "
+                "not know, or name another"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -274,11 +274,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the package raises this base class for whatever it cannot read
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: not a tokenizer.json ({reason}): name one, or train a new one") from error
+        raise UserError(
+            f"{path}: not a tokenizer.json ({words_of(error)}): name one, or train a new one"
+        ) from error
     if tokenizer.to_str() == ByteTokenizer().to_json():
         return ByteTokenizer(content)
-    beside = _beside(path.with_name(CONFIG))
+    beside = text_beside(path.with_name(CONFIG))
     begin, end = _said(beside, path.with_name(CONFIG), tokenizer)
     for name in _ENDS if end is None else (end,):
         if tokenizer.token_to_id(name) is not None:
@@ -294,8 +295,9 @@ def make_byte_level(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def _beside(path: Path) -> str | None:
-    """The content of the file, if it is there."""
+def text_beside(path: Path) -> str | None:
+    """The content of a file that may lie beside a tokenizer; None if it does not. UserError if it cannot be
+    read."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

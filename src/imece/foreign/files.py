@@ -11,6 +11,7 @@ from imece.errors import UserError
 from imece.foreign import accelerate, deepspeed
 from imece.foreign.reading import from_json, text_of
 from imece.foreign.settings import Settings
+from imece.listing import words_of
 
 _OTHER_FORMAT = "; Accelerate's other format ends in .yaml"
 
@@ -68,4 +69,4 @@ def _yaml(path: Path, text: str) -> Any:
     try:
         return yaml.load(text, EachOnce)
     except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: not YAML ({words_of(error)})") from None
