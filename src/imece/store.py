@@ -58,7 +58,10 @@ def listen_here() -> socket.socket:
         return listen()
     except OSError as error:
         why = f"cannot listen on {LOOPBACK} ({error.strerror})"
-        raise UserError(f"{why}: is the loopback interface down? ip link set lo up") from None
+        raise UserError(
+            f"{why}: is the loopback interface down, or without that address? "
+            f"ip link set lo up; ip address add {LOOPBACK}/8 dev lo"
+        ) from None
 
 
 def serve(listener: socket.socket) -> dist.Store:

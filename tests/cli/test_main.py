@@ -465,6 +465,15 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_is_opened_never_takes_the_place_of_an_output() -> None:
+    """Started with <&- >&-: ranks would print into the lock of their run, or into a pipe."""
+    code = (
+        "import os, sys; os.close(0); os.close(1); sys.stdout = None; from imece.cli import main; "
+        "main._run = lambda words: os.open(os.devnull, os.O_RDONLY); sys.exit(main.main([]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode > 2
+
+
 def test_what_prints_nothing_needs_no_room() -> None:
     """As a launcher, whose ranks' output is not worth the job."""
     code = "import sys; from imece.cli import main; main._run = lambda words: 3; sys.exit(main.main([]))"

@@ -131,7 +131,14 @@ def _usage() -> str:
 
 def _take_all() -> None:
     """Make printing never fail: a closed stdout or stderr drops what is printed, and stdout escapes what its
-    encoding lacks (a name that is not UTF-8, say), as stderr does."""
+    encoding lacks (a name that is not UTF-8, say), as stderr does.
+
+    A closed descriptor is opened: a file or a pipe that got its number would be what ranks print into."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free is this one
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
