@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
-from imece.data_parallel.sharded import ShardedDataParallel
 from imece.errors import CollectiveError, PeerLostError
 from imece.membership import recovery as recoveries
 from imece.membership.aborting import Aborting
@@ -35,8 +34,7 @@ class Alone:
         made._copies.exchange.return_value = ""
         made.member.move.return_value.leaving = ()
         made.member.goes_on = lambda: self.steps_when_resilient.append(made.member.steps)
-        made._model, made._sharded = mock.Mock(), True
-        made._model.__class__ = ShardedDataParallel  # type: ignore[assignment]
+        made._model = made._sharded = mock.Mock()
         made._model.sharding.groups.shard.size.return_value = 1
         made._model.process_group.size.return_value = 1
         made._model.module.parameters.return_value = made._model.frozen_names = []

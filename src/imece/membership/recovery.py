@@ -103,9 +103,9 @@ class Recovery:
         self._training_state, self._frozen = TrainingState(model, list(optimizers)), frozen
         self._state, self._take, self._fallback = state, take, fallback
         self._optimizers = list(optimizers)
-        self._sharded = isinstance(model, ShardedDataParallel)
+        self._sharded = model if isinstance(model, ShardedDataParallel) else None
         self._copies = Copies(member.mesh)
-        self._block = None if self._sharded else Block(model.module, self._optimizers)
+        self._block = None if self._sharded is not None else Block(model.module, self._optimizers)
         self._borders = Borders()
         member.aborting.before_updates(self._optimizers, model.device)
         member.where.watch(model, self._optimizers)
@@ -121,12 +121,12 @@ class Recovery:
     @property
     def needs_copies(self) -> bool:
         """Whether a rank holds what no other one does."""
-        return self._sharded and not self._is_alone
+        return self._sharded is not None and not self._is_alone
 
     @property
     def _no_copies_at_all(self) -> str:
         """Why no copies can be made, however much memory there is; "" if they can."""
-        return "" if self._sharded else "every rank holds everything"
+        return "" if self._sharded is not None else "every rank holds everything"
 
     @property
     def _is_alone(self) -> bool:
@@ -269,7 +269,7 @@ class Recovery:
 
     def _take_over(self, step: int) -> tuple[int, int]:
         """(finished steps of all from now on, how many more the furthest rank had)."""
-        mesh, model = self.member.mesh, self._model
+        mesh, model, sharded = self.member.mesh, self._model, self._sharded
         self._training_state.forget()  # the parts that `regroup` cuts anew
         self._copies.forget()
         updates = self._block.updates if self._block is not None else []
@@ -279,23 +279,23 @@ class Recovery:
             "has_frozen": self._has_frozen,
         }  # fmt: skip
         notes: list[Json] = gather_json(mine, mesh.world_group, mesh.device, "how far each rank is")
-        if isinstance(model, ShardedDataParallel):
+        if sharded is not None:
             have = [rank for rank, note in enumerate(notes) if note["has_frozen"]]
             try:
-                model.regroup(mesh, spread=True, has_frozen=min(have, default=None))
+                sharded.regroup(mesh, spread=True, has_frozen=min(have, default=None))
             finally:  # until there are copies, what is in parts may be lost with the next rank that dies
-                frozen = (each for each in model.module.parameters() if not each.requires_grad)
+                frozen = (each for each in sharded.module.parameters() if not each.requires_grad)
                 self._has_frozen &= not any(isinstance(each, FreedParameter) for each in frozen)
         else:
             model.regroup(mesh)
         furthest = max(range(len(notes)), key=lambda rank: (notes[rank]["far"], -rank))
         furthest_far = notes[furthest]["far"]
         most = int(furthest_far[0])
-        if self._block is None:
-            assert isinstance(model, ShardedDataParallel)
-            begin = self._from_copies(notes, furthest)
-            model.sync_rest(furthest)
+        if sharded is not None:
+            begin = self._from_copies(sharded, notes, furthest)
+            sharded.sync_rest(furthest)
         else:
+            assert self._block is not None
             begin = most
             self._block.take_back()
             if any(note["far"] < furthest_far for note in notes):
@@ -317,13 +317,12 @@ class Recovery:
         self._states = {str(begin): state}  # not before: with another death all may be back at an older copy
         return begin, most - begin
 
-    def _from_copies(self, notes: list[Json], furthest: int) -> int:
+    def _from_copies(self, model: ShardedDataParallel, notes: list[Json], furthest: int) -> int:
         """The step that all have from now on. furthest: the rank that has made most steps."""
-        model = self._model
-        assert isinstance(model, ShardedDataParallel)
         needs = Needs(model, self._optimizers)
         found = self._copies.recovered([note["copies"] for note in notes], needs, model.device)
-        if found is not None and not any(note["has_frozen"] for note in notes) and self._lacks(found[1]):
+        kept = any(note["has_frozen"] for note in notes)
+        if found is not None and not kept and self._lacks(model, found[1]):
             found = None
         if found is None:
             if self._fallback is not None:
@@ -338,12 +337,12 @@ class Recovery:
         ops.barrier(group=self.member.mesh.world_group)  # nobody lets go of what another rank still reads
         return step
 
-    def _lacks(self, pieces: Pieces) -> bool:
+    def _lacks(self, model: ShardedDataParallel, pieces: Pieces) -> bool:
         """Whether copies lack frozen parameters that a rank needs a part of. All ranks call this."""
-        if not self._model.frozen_names:
+        if not model.frozen_names:
             return False
         mesh, names = self.member.mesh, {*pieces.names()}
-        mine = [part.name for part in self._model.frozen_parts if MODEL + part.name not in names]
+        mine = [part.name for part in model.frozen_parts if MODEL + part.name not in names]
         return any(gather_json(mine, mesh.world_group, mesh.device, "frozen parameters that are lost"))
 
     def _copy(self, step: int) -> None:
@@ -356,10 +355,11 @@ class Recovery:
         self._fits = not self._asked and self._copies.write(step, self._training_state.own())
 
     def _exchange(self, step: int) -> None:
-        model = self._model
-        if isinstance(model, ShardedDataParallel):
-            self._has_frozen = model.sharding.common_parameters and bool(model.frozen_names)
-        if self.without_copies or not isinstance(model, ShardedDataParallel):
+        model = self._sharded
+        if model is None:
+            return
+        self._has_frozen = model.sharding.common_parameters and bool(model.frozen_names)
+        if self.without_copies:
             return
         shared_out = model.sharding.groups.shard
         place = shared_out.rank(), shared_out.size()

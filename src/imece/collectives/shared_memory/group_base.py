@@ -48,7 +48,7 @@ class GroupBase(dist.ProcessGroup):
         self._messages = Messages(self._board)
         self._runner = Runner(self._board, self._engine, self._messages, timeout.total_seconds())
         self._others = OtherDevices(store, rank, size, timeout)
-        self._batching = False  # calls with tensors of these devices
+        self._batching = False  # calls with their tensors are becoming one batch
         self._barrier = Small(self._engine, "barrier")
         self._smalls: dict[Hashable, Small | None] = {}
         self._inline = threading.local()
