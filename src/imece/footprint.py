@@ -5,7 +5,7 @@ exists, and the planner for one that does not.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 Offload = Literal["optimizer", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("optimizer", "parameters")
@@ -39,20 +39,9 @@ class Footprint:
         return f"{sizes} = {self.total / 1e6:.1f} MB{hosted}"
 
 
-class Divides(Protocol):
-    """What a strategy divides among the ranks of a shard group."""
-
-    @property
-    def parameters(self) -> bool: ...
-    @property
-    def gradients(self) -> bool: ...
-    @property
-    def optimizer(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Divided:
-    """The same as plain values."""
+    """What is divided among the ranks of a shard group; everything else is whole on each of them."""
 
     parameters: bool
     gradients: bool
@@ -67,6 +56,7 @@ DIVIDED = {
     "hybrid": Divided(True, True, True),
     "hybrid_zero2": Divided(False, True, True),
 }
+"""By strategy. The shard group of hybrid ones is smaller than all ranks."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ class Sizes:
 
 def footprint(
     sizes: Sizes,
-    divides: Divides,
+    divides: Divided,
     *,
     parameter_bytes: float,
     reduce_bytes: float,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from imece.data_parallel.reducing.buckets import Bucket
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import STRATEGIES, find_strategy
-from imece.footprint import DIVIDED, Footprint
+from imece.footprint import Footprint
 from imece.layout import Item, build
 from tests.ranks import run_ranks
 
@@ -219,8 +219,3 @@ def test_amsgrad_keeps_a_third_tensor(kind: type[torch.optim.Adam]) -> None:
         optimizer.step()
         kept = [each for each in optimizer.state[weight].values() if each.numel() == weight.numel()]
         assert optimizer_tensors(optimizer) == len(kept) == (3 if amsgrad else 2)
-
-
-def test_the_planner_divides_as_the_engine_does() -> None:
-    engine = {name: (each.parameters, each.gradients, each.optimizer) for name, each in STRATEGIES.items()}
-    assert {name: astuple(each) for name, each in DIVIDED.items()} == engine

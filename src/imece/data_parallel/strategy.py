@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.footprint import DIVIDED, Divided
 from imece.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """What is divided among the ranks of a shard group; everything else is whole on each of them."""
+class Strategy(Divided):
+    """What is divided among the ranks of a shard group, and which ranks these are."""
 
     name: str
-    parameters: bool
-    gradients: bool
-    optimizer: bool
-    hybrid: bool = False
+    hybrid: bool
     """The shard group is the ranks of one host, or those along the mesh's axis shard; otherwise all ranks."""
-    other_names: tuple[str, ...] = ()
 
 
-_ALL = (
-    Strategy("replicate", False, False, False, other_names=("ddp", "no_shard")),
-    Strategy("zero1", False, False, True, other_names=("zero-1",)),
-    Strategy("zero2", False, True, True, other_names=("zero-2", "shard_grad_op")),
-    Strategy("zero3", True, True, True, other_names=("zero-3", "fsdp", "full_shard")),
-    Strategy("hybrid", True, True, True, hybrid=True, other_names=("hybrid_shard",)),
-    Strategy("hybrid_zero2", False, True, True, hybrid=True, other_names=("_hybrid_shard_zero2",)),
-)
-STRATEGIES: dict[str, Strategy] = {each.name: each for each in _ALL}
-_BY_ANY_NAME = {name: each for each in _ALL for name in (each.name, *each.other_names)}
+_OTHER_NAMES = {
+    "replicate": ("ddp", "no_shard"),
+    "zero1": ("zero-1",),
+    "zero2": ("zero-2", "shard_grad_op"),
+    "zero3": ("zero-3", "fsdp", "full_shard"),
+    "hybrid": ("hybrid_shard",),
+    "hybrid_zero2": ("_hybrid_shard_zero2",),
+}
+STRATEGIES: dict[str, Strategy] = {
+    name: Strategy(**asdict(divided), name=name, hybrid=name.startswith("hybrid"))
+    for name, divided in DIVIDED.items()
+}
+_BY_ANY_NAME = {name: each for each in STRATEGIES.values() for name in (each.name, *_OTHER_NAMES[each.name])}
 
 
 def find_strategy(name: str) -> Strategy:
