@@ -1,5 +1,5 @@
-"""Lets a wrapped model go on with other ranks, in the same objects: after some have died, or others
-have come.
+"""What is kept and let go of when a wrapped model goes on with other ranks, in the same objects: after some
+have died, or others have come. The wrapper's methods:
 
     leave     lets go of everything that belongs to the old ranks: buckets, hooks, shards, sums under way. It
               asks nobody and waits for nobody, so it does not matter who is still there, or where a backward
