@@ -22,7 +22,7 @@ from imece.errors import UserError
 from imece.models.cross_entropy import cross_entropy
 from imece.models.hugging_face import from_hugging_face
 from imece.models.transformer import Transformer
-from imece.train.config import ADAPTER_LR, LINEAR, TUNING_LR
+from imece.train.config import ADAPTER_LR, TUNING_LR
 from imece.train.origin import open_weights, trained_model
 from imece.train.peak import flops_per_token
 from imece.train.run_folder import RunFolder
@@ -35,6 +35,7 @@ from tests.train.test_origin import QWEN, SHAPE, first_sequences, ready, words, 
 
 STRATEGIES = ["replicate", "zero1", "zero2", "zero3"]
 RANK, ALPHA = 3, 9
+LINEAR = ("q", "k", "v", "out", "gate", "up", "down")  # the matrices of a block
 TRAINED = [
     f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}", "--optimizer.lr=1e-2", "--optimizer.warmup=0",
     "--optimizer.schedule=constant", "--lora.dropout=0.2",
@@ -54,9 +55,9 @@ needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not i
         (["--lora.rank=2", "--lora.dropout=1"], "lora.dropout is 1.0: at least 0 and less than 1"),
         (
             ["--lora.rank=2", "--lora.targets", "q", "o"],
-            "lora.targets has 'o': each of q, k, v, out, gate, up",
+            "has no such matrix, but q, k, v, out, gate, up, down: name some of these",
         ),
-        (["--lora.rank=2", "--lora.targets", "q", "q"], "lora.targets has 'q' twice: each of q, k, v"),
+        (["--lora.rank=2", "--lora.targets", "q", "q"], "lora.targets has 'q' twice: each at most once"),
         (["--lora.alpha=4"], "--lora.alpha without --lora.rank: name a rank, such as 16"),
         (
             ["--lora.rank=2", "--optimizer.kind=muon"],

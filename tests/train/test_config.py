@@ -14,7 +14,6 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.train.config import (
-    LINEAR,
     BatchSection,
     CheckpointSection,
     ComputeSection,
@@ -109,7 +108,7 @@ CONFIGS = some(
         rank=COUNTS_OR_0,
         alpha=st.none() | COUNTS,
         dropout=SHARES,
-        targets=st.lists(st.sampled_from(LINEAR), min_size=1, unique=True).map(tuple),
+        targets=st.lists(WORDS, unique=True).map(tuple),
         quantize=st.sampled_from(["none", "nf4"]),
     ),
     mesh=some(

@@ -178,7 +178,8 @@ class Live(TorchDispatchMode):
 
 
 def opened(folder: str, strategies: list[str]) -> list[list[float]]:
-    """Of each strategy, the most that this rank had while a run began, the bytes that it read, its loss."""
+    """Of each strategy, the most that this rank had while a run began, the bytes that it read, its loss.
+    "zero3-adapters" is zero3 with adapters."""
     read, mesh, told = 0, imece.init(), []
     of_folder = HuggingFaceModel.slice
 
@@ -188,9 +189,10 @@ def opened(folder: str, strategies: list[str]) -> list[list[float]]:
         read += found.nbytes
         return found
 
-    for strategy in strategies:
-        more = [f"--strategy={strategy}", f"--ranks={mesh.world_size}"]
-        arguments, read = words(Path(folder), "source", strategy, *more), 0
+    for run in strategies:
+        strategy, _, adapters = run.partition("-")
+        more = [f"--strategy={strategy}", f"--ranks={mesh.world_size}", *["--lora.rank=2"] * bool(adapters)]
+        arguments, read = words(Path(folder), "source", run, *more), 0
         with mock.patch.object(HuggingFaceModel, "slice", counted), Live() as live:
             session = Session.open(read_config(arguments), mesh)
         told.append([live.most, read, session.step.run(0, 0.0).grad_norm])

@@ -20,7 +20,7 @@ from imece.plan.models.model import from_shape
 from imece.train import prediction
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.choosing import chosen_before
-from imece.train.config import LINEAR, LoraSection, MeshSection, OptimizerSection, TrainConfig
+from imece.train.config import LoraSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import train_units
 from imece.train.precision import Precision
 from imece.train.prediction import Given, Machine, Prediction, compared, measured, predict
@@ -52,13 +52,14 @@ def test_what_is_offloaded_is_said() -> None:
     assert f"and {host / 1e9:.2f} GB of the host's memory" in said.describe()
 
 
-@pytest.mark.parametrize("targets", [LINEAR, ("q", "v")])
+@pytest.mark.parametrize("targets", [(), ("q", "v")])
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
 def test_the_base_of_adapters_is_frozen(strategy: str, targets: tuple[str, ...]) -> None:
     """The base and adapters, gradients and the optimizer of adapters, each divided or not."""
     plan, on = plan_batch(CONFIG.batch, SHAPE.max_seq, 2), machine()
     sides = {"q": SHAPE.q_width, "k": SHAPE.kv_width, "v": SHAPE.kv_width, "out": SHAPE.q_width}
-    wide = sum(SHAPE.width + sides.get(name, SHAPE.mlp_width) for name in targets)
+    chosen = targets or (*sides, "gate", "up", "down")
+    wide = sum(SHAPE.width + sides.get(name, SHAPE.mlp_width) for name in chosen)
     trained, base = 4 * 16 * wide * SHAPE.layers, 4 * SHAPE.parameter_count
     config = replace(CONFIG, lora=LoraSection(rank=16, targets=targets), optimizer=OptimizerSection("adamw"))
     found = predict(strategy, Given(config, SHAPE, plan, BF16, on)).as_json()
@@ -67,10 +68,10 @@ def test_the_base_of_adapters_is_frozen(strategy: str, targets: tuple[str, ...])
     held = 2 if strategy == "zero3" else 1
     assert counted["parameters"] == pytest.approx((base + trained) / held, rel=0.01)
     divided = 2 if strategy in ("zero2", "zero3") else 1
-    assert counted["gradients"] == pytest.approx(trained / divided, rel=0.15)
-    assert counted["communication"] == pytest.approx(trained * (divided == 2), rel=0.15), "in one bucket"
+    assert counted["gradients"] == pytest.approx(trained / divided, rel=0.03)
+    assert counted["communication"] == pytest.approx(trained * (divided == 2), rel=0.03), "in one bucket"
     assert counted["optimizer"] == pytest.approx(
-        2 * trained / (1 if strategy == "replicate" else 2), rel=0.15
+        2 * trained / (1 if strategy == "replicate" else 2), rel=0.03
     )
     four = replace(config, lora=LoraSection(rank=16, targets=targets, quantize="nf4"))
     blocks = SHAPE.parameter_count - SHAPE.vocab_size * SHAPE.width

@@ -2,7 +2,7 @@
 
 Seen from outside they are like `Transformer`: the same calls, logits and options. They train on any number of
 data-parallel ranks, whatever these shard. What divides a model of ours from within (its matrices, layers and
-sequences) and what knows its parts (adapters, compiled blocks) does not take them.
+sequences) and what knows its parts (compiled blocks) does not take them.
 
 A parameter has the name that transformers gives it, behind "inner.". Parameters are on the meta device until
 somebody gives them memory; buffers, which are tables that a model computes for itself, have theirs at once.

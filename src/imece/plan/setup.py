@@ -75,7 +75,7 @@ class Recipe:
     attention: Attention = "flash"
     optimizer: Optimizer = "adamw"
     adapters: Adapters = "none"
-    adapter_rank: int = 16
+    adapter_rank: float = 16  # the average, if only some matrices have adapters
     offload: Offload | None = None  # in the host's memory: what the optimizer steps, or parameters too
     precision: Precision = field(default_factory=Precision)
     compiled: bool = False  # torch.compile or hand-fused kernels: fewer passes over activations

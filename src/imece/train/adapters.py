@@ -4,8 +4,9 @@
              matrices). Checkpoints have only its digests: each command that needs it reads its own folder
     adapter  A [rank, in] and B [out, rank] beside a matrix W [out, in]: W x + alpha / rank * B A x
 
-A begins at random and B with zeros, so the model begins as the base. With lora.quantize all matrices of the
-blocks, with or without adapters, are NF4: codes of 4 bits, and a scale of 8 bits for every 64 elements.
+A begins at random and B with zeros, so the model begins as the base. With lora.quantize all matrices
+(models/matrices.py), with or without adapters, are NF4: codes of 4 bits, and a scale of 8 bits for every 64
+elements.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from imece.checkpoint.load import Source
 from imece.checkpoint.names import MODEL
 from imece.checkpoint.weights import held, together
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
-from imece.listing import many
+from imece.listing import many, some
 from imece.membership.pieces import Pieces
-from imece.models.language_model import LanguageModel
-from imece.models.transformer import Transformer
+from imece.models.language_model import LanguageConfig, LanguageModel
+from imece.models.matrices import matrices_of
 from imece.observe.units import si
-from imece.train.config import LINEAR, LoraSection, TrainConfig
+from imece.train.config import LoraSection, TrainConfig
 from imece.train.precision import Precision
 
 ADAPTER_A, ADAPTER_B = ".lora_A.default.weight", ".lora_B.default.weight"
 _BASE = ".base_layer"
 _QUANT_TYPE = "nf4"
+_SHOWN = 12  # names of matrices in a message
 
 
 def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:
@@ -47,9 +50,26 @@ def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:
             raise UserError(f"{option} needs {package}: pip install 'imece[{extra}]'")
 
 
+def check_targets(config: TrainConfig, shape: LanguageConfig) -> None:
+    """UserError if adapters are to stand beside a matrix that the model has not."""
+    every = matrices_of(shape) if config.lora.rank else {}
+    for target in config.lora.targets if config.lora.rank else ():
+        if not any(_is_called(name, target) for name in every):
+            known = list(dict.fromkeys(name.rpartition(".")[2] for name in every))
+            raise UserError(
+                f"--lora.targets {target}: the model of {config.model.weights} has no such matrix, but "
+                f"{some(known, _SHOWN)}: name some of these, or leave the option out for all"
+            )
+
+
+def targets_of(lora: LoraSection, shape: LanguageConfig) -> list[str]:
+    """The names of the modules that get adapters, in the model's order."""
+    return [name for name in matrices_of(shape) if _is_target(name, lora)]
+
+
 def adapted(
-    config: TrainConfig, base: Source, model: Transformer, device: torch.device, precision: Precision
-) -> Transformer:
+    config: TrainConfig, base: Source, model: LanguageModel, device: torch.device, precision: Precision
+) -> LanguageModel:
     """Add adapters to a model on the meta device. A quantised model also gets memory on `device` and the
     values of `base`, because codes cannot be cut. Otherwise whoever divides the model gives it memory, and
     `begin_beside` its values.
@@ -60,16 +80,15 @@ def adapted(
     if lora.quantize == "none":
         add(model, lora)
         return model
-    for name, module in list(model.named_modules()):
-        if name.startswith("blocks.") and name.rpartition(".")[2] in LINEAR:
-            assert isinstance(module, nn.Linear)
-            _replace(model, name, _quantised(module, base.tensor(f"{MODEL}{name}.weight"), device, precision))
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                memory = torch.empty(parameter.shape, device=device)
-                base.fill(memory, f"{MODEL}{name}.{key}")
-                module._parameters[key] = nn.Parameter(memory, requires_grad=False)
+    for name, matrix in matrices_of(model.config).items():
+        weight = matrix.upright(base.tensor(f"{MODEL}{name}.weight"))
+        _replace(model, name, _quantised(model.get_submodule(name), weight, device, precision))
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            memory = torch.empty(parameter.shape, device=device)
+            base.fill(memory, MODEL + name)
+            # The same object, which may be a head too.
+            swap_tensors(parameter, nn.Parameter(memory, requires_grad=False))
     add(model, lora)
     with torch.no_grad():
         for name, value in first_values(model, config.seed):
@@ -81,7 +100,7 @@ def adapted(
 def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParallel) -> None:
     """Give the model the values of `base`, of which each rank reads what it keeps, and the adapters their
     first values. All ranks call this. UserError if the base cannot be read."""
-    first = first_pieces(config, model.module)
+    first, shape = first_pieces(config, model.module), cast(LanguageModel, model.module).config
     adapters = {*first.names()}
 
     def read() -> None:
@@ -89,8 +108,8 @@ def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParall
             of_base = name.replace(f"{_BASE}.", ".")
             if MODEL + name in adapters:
                 first.fill(memory, MODEL + name, start)
-            elif is_quantised(of_base, config.lora):
-                codes = codes_of(base.tensor(MODEL + of_base).float())[0].view(-1)
+            elif is_quantised(of_base, config.lora, shape):
+                codes = quantised(base.tensor(MODEL + of_base), of_base, shape)[0].view(-1)
                 memory.copy_(codes[start : start + memory.numel()].view(memory.shape))
             else:
                 base.fill(memory, MODEL + of_base, start)
@@ -122,22 +141,30 @@ def describe(model: LanguageModel, lora: LoraSection) -> str:
     """ "LoRA rank 16 on 7 layers a block: 0.9M of 135M parameters trained"."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     kind = f"QLoRA ({lora.quantize})" if lora.quantize != "none" else "LoRA"
-    layers, whole = many(len(lora.targets), "layer"), si(model.config.parameter_count)
-    return f"{kind} rank {lora.rank} on {layers} a block: {si(trained)} of {whole} parameters trained"
+    adapters, whole = len(targets_of(lora, model.config)), si(model.config.parameter_count)
+    each, over = divmod(adapters, model.config.layers)
+    where = many(adapters, "layer") if over else f"{many(each, 'layer')} a block"
+    return f"{kind} rank {lora.rank} on {where}: {si(trained)} of {whole} parameters trained"
 
 
-def live_name(name: str, lora: LoraSection) -> str:
+def live_name(name: str, lora: LoraSection, shape: LanguageConfig) -> str:
     """The name of a parameter of the base once adapters are beside it."""
     module, _, key = name.rpartition(".")
-    is_target = module.startswith("blocks.") and module.rpartition(".")[2] in lora.targets
-    return f"{module}{_BASE}.{key}" if is_target else name
+    return f"{module}{_BASE}.{key}" if module in matrices_of(shape) and _is_target(module, lora) else name
 
 
-def is_quantised(name: str, lora: LoraSection) -> bool:
+def is_quantised(name: str, lora: LoraSection, shape: LanguageConfig) -> bool:
     """Whether this parameter of the base is quantised."""
     module, _, key = name.rpartition(".")
-    inner = module.startswith("blocks.") and module.rpartition(".")[2] in LINEAR
-    return lora.quantize != "none" and inner and key == "weight"
+    return lora.quantize != "none" and key == "weight" and module in matrices_of(shape)
+
+
+def quantised(weight: Tensor, name: str, shape: LanguageConfig) -> tuple[Tensor, Tensor]:
+    """(codes, uint8; the weight that they stand for, float32) of the parameter `name` on the CPU. Codes are
+    of an upright matrix."""
+    matrix = matrices_of(shape)[name.removesuffix(".weight")]
+    codes, read = codes_of(matrix.upright(weight.float()))
+    return codes, matrix.upright(read)
 
 
 def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,16 +175,26 @@ def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, functional.dequantize_4bit(codes, state)
 
 
-def _quantised(module: nn.Linear, weight: Tensor, device: torch.device, precision: Precision) -> nn.Module:
-    """The layer with `weight` quantised: on the CPU for any device, so that a later command finds the same
-    codes."""
+def _is_called(name: str, target: str) -> bool:
+    """As peft has it: `target` is the name, or its end behind a dot."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _is_target(name: str, lora: LoraSection) -> bool:
+    """Whether this matrix gets an adapter."""
+    return not lora.targets or any(_is_called(name, target) for target in lora.targets)
+
+
+def _quantised(module: nn.Module, weight: Tensor, device: torch.device, precision: Precision) -> nn.Module:
+    """The layer with `weight`, [out, in], quantised: on the CPU for any device, so that a later command finds
+    the same codes."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    out, inputs = weight.shape
     linear = Linear4bit(
-        module.in_features, module.out_features, bias=False, compute_dtype=precision.dtype,
-        quant_type=_QUANT_TYPE, device="meta",
+        inputs, out, bias=False, compute_dtype=precision.dtype, quant_type=_QUANT_TYPE, device="meta",
     )  # fmt: skip
-    linear.bias = module.bias  # still on the meta device
+    linear.bias = cast(nn.Parameter | None, module.bias)  # still on the meta device
     linear.support_avx512bf16_for_cpu = False  # otherwise validation would rearrange the codes
     parameter = Params4bit(weight.float(), requires_grad=False, quant_type=_QUANT_TYPE, module=linear)
     linear.weight = parameter.to("cpu").to(device)
@@ -169,14 +206,20 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), key, module)
 
 
-def add(model: Transformer, lora: LoraSection) -> None:
+def add(model: LanguageModel, lora: LoraSection) -> None:
     """Add adapters beside the model's matrices, and freeze everything else."""
     import peft
 
-    model.__dict__["is_loaded_in_4bit"] = lora.quantize != "none"  # so peft knows bitsandbytes' layers
+    targets, in_codes = targets_of(lora, model.config), lora.quantize != "none"
+    model.__dict__["is_loaded_in_4bit"] = in_codes  # so peft knows bitsandbytes' layers
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha_or_usual, lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
+        r=lora.rank, lora_alpha=lora.alpha_or_usual, lora_dropout=lora.dropout, target_modules=targets,
+        fan_in_fan_out=not in_codes and lies(model.config),
     )  # fmt: skip
     on_meta = any(each.is_meta for each in model.parameters())
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+
+
+def lies(shape: LanguageConfig) -> bool:
+    """Whether the model's matrices are stored lying: peft's fan_in_fan_out."""
+    return any(matrix.lies for matrix in matrices_of(shape).values())

@@ -43,7 +43,6 @@ def new_model(
     model = outline(shape)
     if not config.lora.rank:
         return model
-    assert isinstance(model, Transformer)
     base = open_base(config, RunFolder(config.folder))
     return adapted(config, base, model, device, precision or choose_precision("fp32", device))
 

@@ -40,7 +40,6 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 TUNING_LR = 5e-5
 ADAPTER_LR = 2e-4  # adapters start at zero, and the model beside them cannot forget
 OF_MODEL = "model"  # the tokenizer of the model that the run begins from
-LINEAR = ("q", "k", "v", "out", "gate", "up", "down")  # the matrices of a block
 
 MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML hold none larger
 _LEAST_EPS = 1e-37  # anything much smaller is 0 in float32, and an update from a gradient of 0 would be 0/0
@@ -267,10 +266,11 @@ class LoraSection:
     """Adapters' outputs are multiplied by alpha / rank. Default: twice the rank."""
     dropout: float = 0.0
     """Share of the adapters' inputs that is dropped at random in training."""
-    targets: tuple[str, ...] = LINEAR
-    """The matrices of the blocks that get adapters; usually all."""
+    targets: tuple[str, ...] = ()
+    """The matrices that get adapters, by their names or the ends of these: q v, or in a GPT-2 attn.c_proj.
+    Default: all but the head."""
     quantize: Quantize = "none"
-    """nf4: keep the matrices of the blocks in 4 bits (QLoRA), by bitsandbytes."""
+    """nf4: keep all matrices but the head in 4 bits (QLoRA), by bitsandbytes."""
 
     def __post_init__(self) -> None:
         _least("lora.rank", self.rank, 0)
@@ -278,10 +278,8 @@ class LoraSection:
             _least("lora.alpha", self.alpha, 1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout is {self.dropout}: at least 0 and less than 1")
-        wrong = [name for name in self.targets if name not in LINEAR or self.targets.count(name) > 1]
-        if wrong or not self.targets:
-            said = f"has {wrong[0]!r}" + " twice" * (wrong[0] in LINEAR) if wrong else "is empty"
-            raise ValueError(f"lora.targets {said}: each of {', '.join(LINEAR)} at most once")
+        if twice := [name for name in self.targets if self.targets.count(name) > 1]:
+            raise ValueError(f"lora.targets has {twice[0]!r} twice: each at most once")
 
     @property
     def alpha_or_usual(self) -> int:

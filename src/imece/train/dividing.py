@@ -121,11 +121,6 @@ def _check_foreign(config: TrainConfig, shape: ForeignConfig) -> None:
             f"{_asked(config.mesh)}: {model}, so ranks cannot divide what is in it: leave that out; "
             "--strategy zero3 divides its parameters"
         )
-    if config.lora.rank:
-        raise UserError(
-            f"--lora.rank {config.lora.rank}: {model}: leave that out, or give peft's model to "
-            "imece.parallelize in a script"
-        )
     if config.compute.compile:
         raise UserError(f"--compute.compile: {model}: leave that out")
     if config.data.separates and not shape.keeps_apart:

@@ -14,7 +14,9 @@ from imece.checkpoint.base import digest_of
 from imece.checkpoint.load import Saved, Source
 from imece.checkpoint.names import LEFT_OUT, MODEL
 from imece.errors import UserError
-from imece.train.adapters import ADAPTER_A, ADAPTER_B, codes_of, is_quantised, live_name
+from imece.models.language_model import LanguageConfig
+from imece.models.matrices import matrices_of
+from imece.train.adapters import ADAPTER_A, ADAPTER_B, is_quantised, live_name, quantised
 from imece.train.config import LoraSection
 
 
@@ -31,6 +33,7 @@ class Merged:
     where: str
     """The base, as the user named it."""
     lora: LoraSection
+    shape_of_base: LanguageConfig
 
     @property
     def folder(self) -> Path:
@@ -53,9 +56,9 @@ class Merged:
         own = name.removeprefix(MODEL)
         weight = self.base.tensor(name).float()
         read = weight
-        if is_quantised(own, self.lora):
-            read, weight = codes_of(weight)
-        live = live_name(own, self.lora)
+        if is_quantised(own, self.lora, self.shape_of_base):
+            read, weight = quantised(weight, own, self.shape_of_base)
+        live = live_name(own, self.lora, self.shape_of_base)
         if digest_of(read) != self._digest(live):
             raise UserError(
                 f"{self.folder}: its adapters were trained beside another {own} than that of {self.where}, "
@@ -66,7 +69,8 @@ class Merged:
             return weight
         a, b = (self.saved.tensor(f"{MODEL}{module}{end}").double() for end in (ADAPTER_A, ADAPTER_B))
         # A product of two float32 is exact in float64.
-        return (b @ a).mul_(self.lora.alpha_or_usual / self.lora.rank).add_(weight).float()
+        product = matrices_of(self.shape_of_base)[module].upright(b @ a)
+        return product.mul_(self.lora.alpha_or_usual / self.lora.rank).add_(weight).float()
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, on the CPU. UserError as from `tensor`."""

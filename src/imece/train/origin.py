@@ -120,7 +120,8 @@ def weights_of(run: RunFolder, saved: Saved) -> Weights:
     found: Saved | Merged = saved
     if config.lora.rank:
         check_libraries(config.lora, to_train=False)
-        found = Merged(saved, open_base(config, run), config.model.weights, config.lora)
+        base = open_base(config, run)
+        found = Merged(saved, base, config.model.weights, config.lora, base.config)
     check_shapes(found, shapes_of(shape))
     return Weights(shape, run, saved, found)
 

@@ -17,6 +17,7 @@ from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
 from imece.models.foreign import ForeignConfig
 from imece.models.language_model import LanguageConfig
+from imece.models.matrices import matrices_of
 from imece.observe.metrics import read_metrics
 from imece.observe.units import gigabytes, milliseconds
 from imece.plan.answer.explain import parts
@@ -32,6 +33,7 @@ from imece.plan.models.model import Model, from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.system.control_groups import allowed_bytes
+from imece.train.adapters import targets_of
 from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
 from imece.train.dividing import train_units
@@ -164,7 +166,7 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         compiled=config.compute.compile,
         offload=config.offload,
         adapters=_adapters(config.lora),
-        adapter_rank=_rank_on_all(config.lora, model),
+        adapter_rank=_rank_on_all(config.lora, shape, model),
         precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
     name = cast(Strategy, strategy)  # same names as in data_parallel/strategy.py
@@ -200,12 +202,14 @@ def planned(name: str, shape: LanguageConfig) -> Model:
     return replace(model, mlp_width=1 + mlp, vectors=vectors, others=more)
 
 
-def _rank_on_all(lora: LoraSection, shape: Model) -> int:
-    """The rank of adapters beside all matrices of a block that have as many parameters as those beside
-    some."""
-    q, kv, mlp = (shape.width + other for other in (shape.q_width, shape.kv_width, shape.mlp_width))
-    sides = {"q": q, "k": kv, "v": kv, "out": q, "gate": mlp, "up": mlp, "down": mlp}
-    return max(1, round(lora.rank * sum(sides[name] for name in lora.targets) / sum(sides.values())))
+def _rank_on_all(lora: LoraSection, shape: LanguageConfig, model: Model) -> float:
+    """The rank of adapters beside all matrices of `model` that have as many parameters as those beside the
+    chosen ones, which may be fused."""
+    if not lora.rank:
+        return 1
+    chosen = (matrices_of(shape)[name] for name in targets_of(lora, shape))
+    sides = sum(matrix.rows + matrix.columns for matrix in chosen)
+    return lora.rank * sides / (model.layers * adapter_parameters(model, 1))
 
 
 def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:

@@ -34,7 +34,7 @@ from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
 from imece.models.language_model import LanguageConfig, LanguageModel, give_memory, move_buffers
 from imece.models.transformer import Transformer
-from imece.train.adapters import begin_beside
+from imece.train.adapters import begin_beside, check_targets
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
 from imece.train.batch import BatchPlan, batches_of, plan_batch, shared_among
@@ -447,6 +447,7 @@ def _inputs(
     shape = shape_of(config, prepared.tokenizer.vocab_size)
     seq, divide = sequence_length(config, shape), config.mesh
     check_divided(config, shape, seq)
+    check_targets(config, shape)
     groups = _first_ranks(config, mesh) // divide.size
     plan = plan_batch(config.batch, seq, groups, divide)
     batches = batches_of(config, prepared, plan)

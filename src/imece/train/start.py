@@ -24,7 +24,7 @@ from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.system.control_groups import usable_cores
 from imece.system.open_files import TRAIN, check_open_files
-from imece.train.adapters import check_libraries
+from imece.train.adapters import check_libraries, check_targets
 from imece.train.agreeing import together
 from imece.train.alike import check_same_folder, check_same_start
 from imece.train.batch import batches_of, plan_batch
@@ -66,6 +66,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     shape = shape_of(config, config.data.vocab_size)
     seq = sequence_length(config, shape)
     check_divided(config, shape, seq)
+    check_targets(config, shape)
     plan = plan_batch(config.batch, seq, groups_of(config.mesh, ranks), config.mesh)
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):

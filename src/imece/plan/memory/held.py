@@ -115,7 +115,7 @@ def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, st
     )
 
 
-def adapter_parameters(model: Model, rank: int) -> int:
+def adapter_parameters(model: Model, rank: float) -> float:
     """Parameters of low-rank adapters on every matrix of a layer."""
     query, key = model.q_width, model.kv_width
     sides = 2 * (model.width + query) + 2 * (model.width + key)

@@ -171,7 +171,7 @@ def _cast_s(
 def _thin_s(gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]]) -> float:
     """Forward seconds of the adapters beside matrices of these shapes: two products, and their sum with the
     matrix's own. Backward takes twice that: gradients of inputs and of the adapters."""
-    rank, size = recipe.adapter_rank, recipe.precision.activations
+    rank, size = max(1, round(recipe.adapter_rank)), recipe.precision.activations
     total = 0.0
     for rows, columns, terms, times in shapes:
         total += product_s(gpu, rows, rank, terms, size, times) + product_s(
