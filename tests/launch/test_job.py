@@ -132,6 +132,7 @@ def test_ranks_that_have_lost_one_that_has_finished_are_told_so(clock: Clock, ho
         (1, None, "failed with exit status 1; rank 1 had finished before; the other rank was ended"),
         (1, Failure(0.0, "ValueError", "no", False), "(exit status 1); the other rank was ended"),
         (-11, None, "a segmentation fault; the other rank was ended"),
+        (-7, None, "perhaps a file was cut that it reads, or /dev/shm is full; the other rank was ended"),
     ],
 )
 def test_who_had_finished_may_be_why_another_fails(

@@ -165,6 +165,12 @@ def test_predicted_and_measured_are_kept(tmp_path: Path) -> None:
     assert late["step_s"] is None and compared(said, late).endswith(" a step; too few steps to compare")
 
 
+def test_figures_that_cannot_be_read_end_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    came = measured(tmp_path, Footprint(1, 2, 3, 4), since=0)
+    assert (came["rank_bytes"], came["step_s"]) == (None, None)
+
+
 def test_a_machine_that_was_not_measured_has_no_time(tmp_path: Path) -> None:
     said = of("zero1", machine())
     assert said.step_s is None and "imece plan --here" in said.describe()

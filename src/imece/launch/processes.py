@@ -88,6 +88,7 @@ class Ending:
             hints: dict[int, str] = {
                 signal.SIGKILL: ", perhaps out of memory",
                 signal.SIGSEGV: ", a segmentation fault",
+                signal.SIGBUS: ", perhaps a file was cut that it reads, or /dev/shm is full",
             }
             hint = "" if self.by_our_signal else hints.get(number, "")
             return f"{who} was killed by signal {number} ({name}){at}{hint}"
@@ -209,9 +210,10 @@ def busy_s_of(pid: int) -> float:
     """Seconds that the process has computed so far, or was kept waiting for a core by others; all its threads
     together. 0 if it has ended."""
     computed, waited_ns = _proc(pid, "stat").rpartition(")")[2].split()[11:13], 0
-    for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            waited_ns += int(each.read_text().split()[1])
+    with contextlib.suppress(OSError):  # it has ended, or no file may be opened any more
+        for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                waited_ns += int(each.read_text().split()[1])
     return sum(map(int, computed)) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 

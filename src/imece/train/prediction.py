@@ -256,8 +256,11 @@ def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None =
 
 
 def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:
-    """Measurements from the records of steps after `since`."""
-    records = [record for record in read_metrics(folder) if record["step"] > since + _WARM]
+    """Measurements from the records of steps after `since`, none if they cannot be read: whoever writes them
+    has reported that."""
+    records: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        records = [record for record in read_metrics(folder) if record["step"] > since + _WARM]
     steps_s = [float(record["step_s"]) for record in records if "step_s" in record]
     step_s = statistics.median(steps_s) if steps_s else None
     peaks = [int(record["memory_bytes"]) for record in records if "memory_bytes" in record]
