@@ -58,7 +58,6 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     """
     ranks = config.ranks or default_ranks()
     check_open_files(ranks, TRAIN)
-    check_libraries(config.lora)
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
@@ -67,6 +66,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     seq = sequence_length(config, shape)
     check_divided(config, shape, seq)
     check_targets(config, shape)
+    check_libraries(config.lora)
     plan = plan_batch(config.batch, seq, groups_of(config.mesh, ranks), config.mesh)
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
