@@ -23,6 +23,7 @@ from imece.bench.step.step import Memory, Plan, Results
 from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, STRATEGY_WAYS, WAITING, WAYS, missing
 from imece.cli.main import main
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
+from tests.cli.refused import refused
 
 GLOO, SHM, VIEW = "torch-gloo", "torch-shm", "torch-gloo-view"
 
@@ -187,10 +188,7 @@ def test_parameters_are_counted_where_they_have_elements() -> None:
 def test_a_mistake_is_one_line_and_status_2(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "step", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
-    assert said in captured.err and not captured.out
+    assert said in refused(capsys, "bench", "step", *argv)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from imece.bench.train.contenders import (
 from imece.bench.train.targets import judged
 from imece.bench.train.train import Results, Save
 from imece.cli.main import main
+from tests.cli.refused import refused
 
 BF16 = replace(QUICK, compute=replace(QUICK.compute, dtype="bf16"))
 FP32 = replace(QUICK, compute=replace(QUICK.compute, dtype="fp32"))
@@ -135,10 +136,7 @@ def test_the_peak_of_memory_counts_from_when_it_is_asked() -> None:
 def test_a_mistake_is_one_line_and_status_2(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "train", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
-    assert said in captured.err and not captured.out
+    assert said in refused(capsys, "bench", "train", *argv)
 
 
 def run_quick(tmp_path: Path, ways: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

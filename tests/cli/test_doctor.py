@@ -24,6 +24,7 @@ from imece.cli.doctor_rank import COLLECTIVES
 from imece.cli.main import main
 from imece.collectives import ops
 from imece.errors import UserError
+from tests.cli.refused import refused
 from tests.ranks import start_ranks
 
 INTERFACES = ["eth0", "lo"]
@@ -349,6 +350,4 @@ def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str], tmp_pat
     "argv", [["--ranks", "0"], ["--ranks", "x"], ["--attach=-5"], ["--attach", "9" * 300], ["--nonsense"]]
 )
 def test_a_mistake_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("imece: ") and captured.err.count("\n") == 1
+    refused(capsys, "doctor", *argv)

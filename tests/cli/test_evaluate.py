@@ -24,19 +24,13 @@ from imece.data.tokens import open_tokens
 from imece.train.origin import trained_model
 from imece.train.precision import choose_precision
 from imece.train.run_folder import RunFolder
+from tests.cli.refused import refused
 
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main(["eval", *argv, "--json"]) == 0
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["eval", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
-    return err
 
 
 def loss_of(run: Path, tokens: list[int], which: str = "best") -> float:
@@ -128,7 +122,7 @@ def test_a_model_in_hugging_faces_format(
     assert main(["eval", folder, *data]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"{folder}, {content['precision']}, on {tmp_path / 'a.txt'}: 1 doc") and err == ""
-    said = refused(capsys, folder)
+    said = refused(capsys, "eval", folder)
     assert said == f"imece: {folder} is no run, which would have text of its own: name text with --data\n"
 
 
@@ -167,7 +161,7 @@ def test_without_the_runs_own_tokens(
     shutil.copytree(trained_run, run)
     shutil.rmtree(run / "tokens")
     (tmp_path / "a.txt").write_text("text")
-    assert "no finished token files" in refused(capsys, str(run))
+    assert "no finished token files" in refused(capsys, "eval", str(run))
     assert main(["eval", str(run), "--data", str(tmp_path / "a.txt"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert "no baselines" in err and err.count("\n") == 1
@@ -184,7 +178,7 @@ def test_tokens_that_have_changed_on_the_disk(
     content[1] ^= 0xFF  # of a token that no model knows
     file.write_bytes(content)
     assert f"{file}: damaged, its checksum is another: imece train makes it again" in refused(
-        capsys, str(run)
+        capsys, "eval", str(run)
     )
 
 
@@ -200,7 +194,7 @@ def test_the_tokens_of_another_run(
         f"{run}/tokens: not of the text that step 1 was trained on: imece train makes them again if that is "
         "still there, --data names other text"
     )
-    assert refused(capsys, str(run)) == f"imece: {why}\n"
+    assert refused(capsys, "eval", str(run)) == f"imece: {why}\n"
     assert main(["eval", str(run), "--data", str(tmp_path / "a.txt"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == f"imece: no baselines, for the run's own tokens cannot be used ({why})\n"
@@ -223,11 +217,11 @@ def test_the_tokens_of_another_run(
 def test_what_it_refuses(
     trained_run: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    assert message in refused(capsys, str(trained_run), *argv)
+    assert message in refused(capsys, "eval", str(trained_run), *argv)
 
 
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, str(tmp_path))
+    assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, "eval", str(tmp_path))
 
 
 def test_a_run_in_fp16_without_a_gpu(
@@ -250,7 +244,7 @@ def test_where_nothing_can_be_written(
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    message = refused(capsys, str(trained_run), "--data", str(tmp_path / "a.txt"))
+    message = refused(capsys, "eval", str(trained_run), "--data", str(tmp_path / "a.txt"))
     assert "no folder for the tokens of --data can be made (No such file or directory): set TMPDIR" in message
 
 
@@ -260,7 +254,7 @@ def test_in_a_folder_that_is_gone(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    message = refused(capsys, str(trained_run), "--data", "a.txt")
+    message = refused(capsys, "eval", str(trained_run), "--data", "a.txt")
     assert message == "imece: the current folder has been removed: go to one that is there\n"
 
 

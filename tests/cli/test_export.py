@@ -32,6 +32,7 @@ from imece.train.config import DataSection, defaults
 from imece.train.origin import keep, trained_model
 from imece.train.run_folder import RunFolder
 from tests.cli.conftest import TEXT, make_run
+from tests.cli.refused import refused
 from tests.ranks import start_ranks
 
 FILES = [
@@ -42,13 +43,6 @@ FILES = [
     "tokenizer_config.json",
 ]
 SENTENCE = "The çığ of 🏔 fell, \n\t<|end|> said."
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["export", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
-    return err
 
 
 @pytest.mark.parametrize(("which", "dtype"), [("best", "fp32"), ("last", "bf16")])
@@ -123,7 +117,7 @@ def test_one_tensor_is_in_memory_at_a_time(
 
 @pytest.mark.parametrize("size", ["", "5", "GB", "0MB", "-1GB", "5GBs", "1e9B", "0.4B"])
 def test_no_size(size: str, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, str(trained_run), str(tmp_path / "out"), f"--max-shard={size}")
+    said = refused(capsys, "export", str(trained_run), str(tmp_path / "out"), f"--max-shard={size}")
     assert f"--max-shard {size!r} is not a size like 5GB or 500MB" in said
     assert os.listdir(tmp_path) == []
 
@@ -240,17 +234,19 @@ def test_where_it_does_not_write(
     file = tmp_path / "folder" / "file"
     file.parent.mkdir()
     file.write_text("precious")
-    assert "is not empty" in refused(capsys, str(trained_run), str(file.parent))
-    assert "is a file" in refused(capsys, str(trained_run), str(file))
-    assert "cannot be written (Not a directory)" in refused(capsys, str(trained_run), str(file / "below"))
-    assert "DIR is empty: name a folder" in refused(capsys, str(trained_run), "")
-    assert "RUN is empty: name a run folder" in refused(capsys, "", "out")
+    assert "is not empty" in refused(capsys, "export", str(trained_run), str(file.parent))
+    assert "is a file" in refused(capsys, "export", str(trained_run), str(file))
+    assert "cannot be written (Not a directory)" in refused(
+        capsys, "export", str(trained_run), str(file / "below")
+    )
+    assert "DIR is empty: name a folder" in refused(capsys, "export", str(trained_run), "")
+    assert "RUN is empty: name a run folder" in refused(capsys, "export", "", "out")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert "is the current folder" in refused(capsys, str(trained_run), ".")
-    assert "is no run folder" in refused(capsys, str(tmp_path), str(tmp_path / "out"))
+    assert "is the current folder" in refused(capsys, "export", str(trained_run), ".")
+    assert "is no run folder" in refused(capsys, "export", str(tmp_path), str(tmp_path / "out"))
     (tmp_path / "config.json").write_text("{}")
-    said = refused(capsys, str(tmp_path), str(tmp_path / "out"))
+    said = refused(capsys, "export", str(tmp_path), str(tmp_path / "out"))
     assert said.endswith("is no run, but a model in Hugging Face's format already: nothing to export\n")
     (tmp_path / "config.json").unlink()
     assert file.read_text() == "precious"
@@ -258,7 +254,7 @@ def test_where_it_does_not_write(
 
 
 def test_another_format(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "gguf" in refused(capsys, str(trained_run), "--to", "gguf", str(tmp_path / "out"))
+    assert "gguf" in refused(capsys, "export", str(trained_run), "--to", "gguf", str(tmp_path / "out"))
     assert os.listdir(tmp_path) == []
 
 
@@ -297,7 +293,7 @@ def test_a_folder_that_is_filled_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(export, "write_hugging_face", other_process)
     assert "cannot be written (Directory not empty)" in refused(
-        capsys, str(trained_run), str(tmp_path / "out")
+        capsys, "export", str(trained_run), str(tmp_path / "out")
     )
     assert os.listdir(tmp_path) == ["out"]
     assert os.listdir(tmp_path / "out") == ["file"]

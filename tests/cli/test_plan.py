@@ -30,6 +30,7 @@ from imece.plan.check import PLAN_FILE
 from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Parallel, Recipe, Setup
+from tests.cli.refused import refused
 from tests.data_parallel.sharding.test_offload import late
 from tests.plan.test_check import CONTENT
 from tests.plan.test_here import FIGURES, without_home
@@ -40,13 +41,6 @@ def found(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> di
     assert main(["plan", *argv, "--json"]) == status
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["plan", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1, (out, err)
-    return err
 
 
 def test_a_gpu_of_ones_own_by_its_name(tmp_path: Path) -> None:
@@ -617,9 +611,9 @@ def test_where_its_figures_cannot_be_kept(
     """It is told before it is measured."""
     monkeypatch.setattr("imece.bench.here.measure_here", None)
     monkeypatch.setenv("IMECE_HERE", "/proc/here.toml")
-    assert "cannot write /proc/here.toml: " in refused(capsys, "7B", "--here")
+    assert "cannot write /proc/here.toml: " in refused(capsys, "plan", "7B", "--here")
     without_home(monkeypatch)
-    assert "set HOME, or IMECE_HERE to a file" in refused(capsys, "7B", "--here")
+    assert "set HOME, or IMECE_HERE to a file" in refused(capsys, "plan", "7B", "--here")
 
 
 @pytest.mark.parametrize(
@@ -681,13 +675,13 @@ def test_where_its_figures_cannot_be_kept(
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: str, said: str) -> None:
-    assert said in refused(capsys, *argv.split())
+    assert said in refused(capsys, "plan", *argv.split())
 
 
 def test_a_config_without_the_fields_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "llama", "hidden_size": 4096}')
-    assert "num_hidden_layers" in refused(capsys, str(config), "--gpus", "8xH100")
+    assert "num_hidden_layers" in refused(capsys, "plan", str(config), "--gpus", "8xH100")
 
 
 def test_it_starts_without_torch() -> None:

@@ -26,6 +26,7 @@ from imece.models.generate import LogitsError, generate
 from imece.models.transformer import Transformer
 from imece.train.origin import model_of, trained_model
 from imece.train.run_folder import RunFolder
+from tests.cli.refused import refused
 
 SENTENCE = "çığ 🏔️ a�b 日本語 naïve"
 
@@ -35,13 +36,6 @@ def written(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
     assert main(["sample", *argv]) == 0
     out, err = capsys.readouterr()
     return out, err
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["sample", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("imece: ") and err.count("\n") == 1
-    return err
 
 
 def greedy(run: Path, which: str, prompt: str, new: int) -> str:
@@ -76,7 +70,7 @@ def test_a_model_in_hugging_faces_format(
     argv = [str(tmp_path / "hf"), "--prompt", "köy ", "--tokens", "30", "--temperature", "0", "--no-stop"]
     out, err = written(capsys, *argv)
     assert out == f"köy {greedy(trained_run, 'best', 'köy ', 30)}\n" and err.startswith("imece: 30 tokens, ")
-    said = refused(capsys, *argv, "--which", "last")
+    said = refused(capsys, "sample", *argv, "--which", "last")
     assert said.endswith(f"last: {tmp_path / 'hf'} is no run, and has no checkpoints: leave --which out\n")
     monkeypatch.setattr(Text, "pieces", mock.Mock(side_effect=LogitsError))
     assert main(["sample", str(tmp_path / "hf")]) == 2
@@ -89,9 +83,9 @@ def test_the_folder_of_a_checkpoint(trained_run: Path, capsys: pytest.CaptureFix
     argv = ["--prompt", "köy ", "--tokens", "5", "--temperature", "0", "--no-stop"]
     out, err = written(capsys, folder, *argv)
     assert out == f"köy {last}\n" and err.startswith("imece: step 2: ")
-    said = refused(capsys, folder, "--which", "1")
+    said = refused(capsys, "sample", folder, "--which", "1")
     assert said == f"imece: --which 1: {folder} is the checkpoint of step 2: leave --which out\n"
-    said = refused(capsys, folder.replace("-00000002", "-00000007"))
+    said = refused(capsys, "sample", folder.replace("-00000002", "-00000007"))
     assert said == f"imece: {trained_run} has no checkpoint of step 7: those of 1, 2 are there\n"
 
 
@@ -112,9 +106,11 @@ def test_the_prompt_from_standard_input(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("köy\n".encode())))
     assert written(capsys, *argv, "--prompt", "-")[0] == written(capsys, *argv, "--prompt", "köy\n")[0]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"k\xf6y")))
-    assert "standard input: not UTF-8 at byte 1" in refused(capsys, *argv, "--prompt", "-")
+    assert "standard input: not UTF-8 at byte 1" in refused(capsys, "sample", *argv, "--prompt", "-")
     monkeypatch.setattr(sys, "stdin", None)
-    assert "standard input is closed: give the text with --prompt" in refused(capsys, *argv, "--prompt", "-")
+    assert "standard input is closed: give the text with --prompt" in refused(
+        capsys, "sample", *argv, "--prompt", "-"
+    )
 
 
 def test_beyond_the_context(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +197,7 @@ def test_a_terminal_obeys_nothing_that_a_model_writes(
 def test_what_it_refuses(
     trained_run: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    assert message in refused(capsys, str(trained_run), *argv)
+    assert message in refused(capsys, "sample", str(trained_run), *argv)
 
 
 def test_runs_it_refuses(
@@ -209,17 +205,25 @@ def test_runs_it_refuses(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)  # as of others' folders; nothing is closed to root
-        assert f"{trained_run}: cannot be read: check its permissions" in refused(capsys, str(trained_run))
-    assert "is neither a run, it has no config.toml, nor a model in" in refused(capsys, str(tmp_path))
-    assert "no such folder: name a run, or a folder with config.json" in refused(capsys, str(tmp_path / "x"))
+        assert f"{trained_run}: cannot be read: check its permissions" in refused(
+            capsys, "sample", str(trained_run)
+        )
+    assert "is neither a run, it has no config.toml, nor a model in" in refused(
+        capsys, "sample", str(tmp_path)
+    )
+    assert "no such folder: name a run, or a folder with config.json" in refused(
+        capsys, "sample", str(tmp_path / "x")
+    )
     (tmp_path / "x").touch()
-    assert "x: a file, not a folder: name a run, or a folder with" in refused(capsys, str(tmp_path / "x"))
+    assert "x: a file, not a folder: name a run, or a folder with" in refused(
+        capsys, "sample", str(tmp_path / "x")
+    )
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
     (run / "tokenizer.json").unlink()
-    assert "tokenizer.json" in refused(capsys, str(run))
+    assert "tokenizer.json" in refused(capsys, "sample", str(run))
     shutil.rmtree(run / "checkpoints")
-    assert "no checkpoint" in refused(capsys, str(run))
+    assert "no checkpoint" in refused(capsys, "sample", str(run))
 
 
 def test_a_tokenizer_of_another_run(
@@ -229,7 +233,7 @@ def test_a_tokenizer_of_another_run(
     shutil.copytree(trained_run, run)
     (tmp_path / "text.txt").write_text("some other text, some other tokens")
     train_bpe([Source([tmp_path / "text.txt"])], vocab_size=257).save(run / "tokenizer.json")
-    assert "not the tokenizer that step 1 was trained with" in refused(capsys, str(run))
+    assert "not the tokenizer that step 1 was trained with" in refused(capsys, "sample", str(run))
 
 
 # ---------------------------------------------------------------- whole characters

@@ -31,6 +31,7 @@ from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD
+from tests.cli.refused import refused
 from tests.train.compare import files
 from tests.train.small import options, write_text
 
@@ -60,12 +61,9 @@ def mistake(launched: list[Launch], capsys: pytest.CaptureFixture[str]) -> Calla
     """Runs `imece train ...`, which must be refused: the one line that it says."""
 
     def run(*words: str | Path) -> str:
-        capsys.readouterr()
-        assert main(["train", *map(str, words)]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and not launched
-        assert err.startswith("imece: ") and err.endswith("\n") and err.count("\n") == 1, err
-        return err.removeprefix("imece: ").rstrip("\n")
+        said = refused(capsys, "train", *map(str, words))
+        assert not launched
+        return said.removeprefix("imece: ").rstrip("\n")
 
     return run
 
