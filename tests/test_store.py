@@ -132,6 +132,24 @@ def test_mpi_without_a_launcher_above() -> None:
         connect(World(0, 2, 0, 2, "host", "mpich", "127.0.0.1"), SECOND, {})
 
 
+def test_a_rank_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, where no launcher does: it may wait for ten minutes."""
+    monkeypatch.setattr("imece.store._SILENT_S", 0.1)
+    listener = listen()
+    port = listener.getsockname()[1]
+    listener.close()
+    with pytest.raises(UserError, match="found no rank 0"):
+        connect(world(1, port), SECOND, {})
+    with pytest.raises(UserError, match="never came: rank 1, 2"):
+        swap_notes(dist.HashStore(), 0, 3, {}, SECOND)
+    assert capsys.readouterr().err == (
+        f"imece: rank 1 of 2 waits for rank 0 at 127.0.0.1 port {port}\n"
+        "imece: rank 0 of 3 waits for rank 1, 2\n"
+    )
+
+
 def test_garbage_at_the_port_does_not_stop_the_ranks() -> None:
     listener = listen()
     port = listener.getsockname()[1]

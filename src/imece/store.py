@@ -6,11 +6,14 @@ address and hands it to the store. Ranks store JSON of limited size, never a pic
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +34,7 @@ NO_MORE = "no more processes or threads may be started here: raise the limit (ul
 """What to say after EAGAIN, whose own words are "Resource temporarily unavailable"."""
 _POLL_S = 0.02
 _REACH_S = 5.0
+_SILENT_S = 30.0  # before a rank says for whom it waits
 _MPI_PARENTS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
 
 
@@ -205,11 +209,12 @@ def swap_notes(
     if store.add(f"taken/{rank}", 1) != 1:
         raise _claimed_twice(rank, world_size)
     store.set(f"note/{rank}", message)
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, say_at = time.monotonic() + timeout.total_seconds(), time.monotonic() + _SILENT_S
     waiting = list(range(world_size))
     while waiting := [other for other in waiting if not store.check([f"note/{other}"])]:
         if time.monotonic() > deadline:
             raise _never_came(rank, world_size, waiting, timeout)
+        say_at = _say(say_at, rank, world_size, f"rank {_some(waiting)}")
         time.sleep(_POLL_S)
     return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
 
@@ -230,11 +235,23 @@ def _claimed_twice(rank: int, world_size: int) -> UserError:
 
 
 def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: timedelta) -> NotMetError:
-    names = ", ".join(map(str, waiting[:8])) + (", ..." if len(waiting) > 8 else "")
     return NotMetError(
         f"rank {rank} waited {timeout.total_seconds():.0f} s for {len(waiting)} of {world_size} "
-        f"ranks, which never came: rank {names}"
+        f"ranks, which never came: rank {_some(waiting)}"
     )
+
+
+def _say(at: float, rank: int, world_size: int, whom: str) -> float:
+    """At the time `at` say for whom this rank waits, where no launcher does; returns when to say it next."""
+    if time.monotonic() < at:
+        return at
+    with contextlib.suppress(OSError):  # nobody reads it
+        print(f"imece: rank {rank} of {world_size} waits for {whom}", file=sys.stderr, flush=True)
+    return math.inf
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def root_store(store: dist.Store) -> dist.Store:
@@ -292,7 +309,7 @@ def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.St
 
 def _await_port(address: str, port: int, world: World, timeout: timedelta) -> None:
     """Wait until something listens: a TCPStore that finds nothing prints pages of C++ frames."""
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, say_at = time.monotonic() + timeout.total_seconds(), time.monotonic() + _SILENT_S
     while True:
         try:
             socket.create_connection((address, port), timeout=5).close()
@@ -305,4 +322,5 @@ def _await_port(address: str, port: int, world: World, timeout: timedelta) -> No
                     f"rank {world.rank} of {world.world_size} found no rank 0 at {address} port {port} "
                     f"within {timeout.total_seconds():.0f} s ({error}): check MASTER_ADDR and MASTER_PORT"
                 ) from None
+        say_at = _say(say_at, world.rank, world.world_size, f"rank 0 at {address} port {port}")
         time.sleep(_POLL_S)
