@@ -457,7 +457,11 @@ class ShardedDataParallel(DistributedDataParallel):
         self.sharding.settle()
 
     def take_over_masters(self) -> None:
-        """After something other than their optimizer wrote the parts: give all ranks the new values."""
+        """After something other than their optimizer wrote the parts: give all ranks the new values.
+
+        All ranks call this. RuntimeError that names a parameter which was written into in place of its parts.
+        """
+        self.sharding.written.check_beside_parts()
         kinds = set(self.sharding.trained.kinds)
         self.sharding.before_step(kinds)
         members = [each for store in self.sharding.every_store for each in store.members]

@@ -28,7 +28,8 @@ class Written:
 
     def __init__(self, stores: Sequence[Store], division: Division) -> None:
         self._probes: list[_Probe] = []
-        self._guarded: list[tuple[str, torch.Tensor, str]] = []  # name, parameter, what becomes of a write
+        self._guarded: list[tuple[Store, str, torch.Tensor, str]] = []
+        """Store, name, parameter, and what becomes of a write."""
         self._versions: list[int] = []  # of those
         common, rank = division.common_parameters, division.groups.shard.rank()
         common = common and division.groups.shard.size() > 1
@@ -37,7 +38,8 @@ class Written:
             if common or store.own is not store.master:
                 lost = _COMMON if common else _FROM_MASTER
                 self._guarded += (
-                    (item.name, each, lost) for item, each in zip(store.items, store.members, strict=True)
+                    (store, item.name, each, lost)
+                    for item, each in zip(store.items, store.members, strict=True)
                 )
             if common:
                 self._probes.append(_Probe(store, rank))
@@ -45,7 +47,7 @@ class Written:
 
     def note(self) -> None:
         """Accept all writes until now."""
-        self._versions = [_version(parameter) for _, parameter, _ in self._guarded]
+        self._versions = [_version(parameter) for *_, parameter, _ in self._guarded]
         for probe in self._probes:
             probe.note()
         for copy in self._copies:
@@ -64,12 +66,24 @@ class Written:
 
     def check(self) -> None:
         """RuntimeError that names a parameter which was written into since `note`."""
-        for (name, parameter, lost), version in zip(self._guarded, self._versions, strict=True):
-            if _version(parameter) != version:
-                raise RuntimeError(f"parameter {name} was written into, {lost}")
+        for _, complaint in self._whole():
+            raise RuntimeError(complaint)
         for probe in self._probes:
             if (changed := probe.changed()) is not None:
                 raise RuntimeError(f"parameter {changed} was written into, {_COMMON}")
+
+    def check_beside_parts(self) -> None:
+        """The same before new values of the parts are given to all ranks: of buckets in which this rank's
+        parts are as they were. Where those are new, a checkpoint may have filled them."""
+        for store, complaint in self._whole():
+            if store.parts and store.written_part() is None:
+                raise RuntimeError(complaint)
+
+    def _whole(self) -> Iterator[tuple[Store, str]]:
+        """The store of each parameter that was itself written into since `note`, and what to say of it."""
+        for (store, name, parameter, lost), version in zip(self._guarded, self._versions, strict=True):
+            if _version(parameter) != version:
+                yield store, f"parameter {name} was written into, {lost}"
 
 
 class _Probe:
