@@ -23,6 +23,7 @@ SRC = Path(__file__).parent.parent / "src"
 _BASE = {"errors", "listing", "system", "writing"}
 _RANKS = _BASE | {
     "layout",
+    "buckets",
     "footprint",
     "world",
     "axes",
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "system": {"errors", "listing"},
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
+    "buckets": _BASE | {"layout"},
     "footprint": _BASE,
     "world": _BASE,
     "axes": _BASE,
@@ -71,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": _BASE
     | {
         "layout",
+        "buckets",
         "footprint",
         "models",
         "observe.pictures",

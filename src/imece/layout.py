@@ -21,20 +21,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MIB = 1 << 20
-# If buckets of the usual size would be more than _MOST_BUCKETS, they are made larger, up to _LARGEST_MIB:
-# forward waits for the first bucket and backward for the last, and a large one takes long.
-_MOST_BUCKETS, _LARGEST_MIB = 32, 100
-
-
-def usual_cap_bytes(gradients_bytes: int = 0, *, small: bool = False) -> int:
-    """The cap of a bucket, in bytes, where the user gives none.
-
-    small: a message costs little, or a slow wire makes the step wait for the first bucket.
-    gradients_bytes: of all gradients together, to limit the number of buckets. Each bucket takes a
-    reduce-scatter and an all-gather, and a host that is busy with hundreds of them launches the GPU's
-    kernels late.
-    """
-    return max(5 if small else 25, min(gradients_bytes // _MOST_BUCKETS // MIB, _LARGEST_MIB)) * MIB
 
 
 @dataclass(frozen=True)

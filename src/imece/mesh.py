@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imece import status
 from imece.axes import AXES, PLACEMENT, Partition, check_axes, coordinates, crossing, partition
+from imece.buckets import LANES
 from imece.device import Backends, adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
@@ -33,8 +34,6 @@ from imece.system import connections, heap, trackers
 from imece.system.open_files import check_proc
 from imece.world import BACKEND, MEMBER, OPENED, World, check_not_opened, mark_opened, read_world
 
-LANES = 2
-"""How many calls over hosts can be under way at a time: each has a group inside the hosts for itself."""
 Lane = int | str  # among groups of the same ranks: 0 is the usual one, a name says what another is for
 _SHOWN_CHARS = 200
 

@@ -164,7 +164,7 @@ def test_memory_falls_as_shards_grow_and_grows_with_the_micro_batch(
 def test_the_total_is_the_sum_of_its_categories() -> None:
     found = of("zero3", 8, recompute="full")
     assert found.total == sum(found.by_category().values())
-    others = {"notes", "host", "late"}
+    others = {"notes", "host", "received", "late"}
     assert list(found.by_category()) == [each.name for each in fields(Memory) if each.name not in others]
 
 
@@ -181,10 +181,13 @@ def test_summed_gradients_come_as_activations_go(strategy: Strategy) -> None:
     added = of(strategy, 8, accumulation=2)
     assert added.late == (0 if STRATEGIES[strategy].gradients else many.late)
     assert of(strategy, 8, accumulation=2, accumulates_whole=True).late == many.late
+    kept_whole = of(strategy, 2, recompute="full", accumulation=2, accumulates_whole=True)
+    goes = 2 * N if STRATEGIES[strategy].gradients else 0  # whole gradients, as their sums come
+    assert kept_whole.late == pytest.approx(min(sums * 4, kept + goes), rel=1e-3)
     assert any("of summed gradients come" in note for note in many.notes) == bool(sums)
     assert of(strategy, 8, offload="optimizer").late == 0
     setup = Setup(MODEL, Parallel(strategy, 8, 8), Recipe(seq=4096))
-    hosts = memory(setup, framework=framework_on(find_cluster("CPU", 4, 2)))
+    hosts = memory(setup, framework=framework_on(find_cluster("CPU", 4, 2), setup.parallel))
     assert hosts.late == memory(setup, framework=IMECE_CPU).late == 0, "there memory is kept"
     assert hosts.parameters == pytest.approx(2 * N / (8 if STRATEGIES[strategy].parameters else 1), rel=1e-3)
 

@@ -21,13 +21,13 @@ from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.plan.memory.activations import whole_layer
 from imece.plan.memory.frameworks import IMECE
-from imece.plan.memory.held import items
+from imece.plan.memory.memory import memory
 from imece.plan.models import from_config
 from imece.plan.models.by_name import MODELS, find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.models.from_config import from_content
 from imece.plan.models.model import from_shape
-from imece.plan.setup import Parallel, Recipe
+from imece.plan.setup import Parallel, Recipe, Setup
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -508,8 +508,8 @@ def test_what_code_makes_has_exactly_its_parameters() -> None:
     assert found.parameters == sum(each.numel() for each in module.parameters())
     assert (found.heads, found.kv_heads, found.head_width, found.norms) == (4, 2, 32, 4)
     assert found.head_norms and not found.tied_head
-    laid = items(found, 2, by_unit=True)
-    assert sum(each.numel for each in laid) == found.parameters
+    planned = memory(Setup(found, Parallel("zero3", 2, 2), Recipe(64)))
+    assert planned.gradients == pytest.approx(4 * found.parameters / 2, rel=1e-3)  # laid by unit
 
 
 class _Transformers(nn.Module):

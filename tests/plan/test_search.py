@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from imece.layout import usual_cap_bytes
+from imece.buckets import default_cap_bytes
 from imece.plan.answer.search import (
     BUCKETS,
     SAME,
@@ -119,11 +119,11 @@ def test_a_bucket_is_recommended_with_which_it_fits() -> None:
     """With ZeRO-2 two buckets are in memory at a time."""
     asked = ask(hosts=8, batch=512, strategy="zero2", tensor=1, pipeline=1, micro_batch=1, recompute="none")
     found = settled(search(asked)).winner
-    assert found is not None and found.setup.recipe.bucket_bytes > usual_cap_bytes()
+    assert found is not None and found.setup.recipe.bucket_bytes > default_cap_bytes()
     tight = replace(asked, reserve=1 - (found.needed - 1) / asked.cluster.gpu.memory_bytes)
     smaller = settled(search(tight)).winner
     assert smaller is not None and smaller.needed <= tight.room_bytes
-    assert usual_cap_bytes() <= smaller.setup.recipe.bucket_bytes < found.setup.recipe.bucket_bytes
+    assert default_cap_bytes() <= smaller.setup.recipe.bucket_bytes < found.setup.recipe.bucket_bytes
 
 
 def test_the_winner_is_the_fastest_when_each_way_has_its_best_buckets() -> None:

@@ -121,12 +121,27 @@ def test_micro_batches_are_accumulated_whole() -> None:
     assert twice.as_json()["counted_bytes"] == once.as_json()["counted_bytes"]
 
 
+def test_what_stages_receive_is_no_state_that_is_counted() -> None:
+    """It is memory of the whole rank: a buffer for each micro-batch, in fp32, beyond the one that is used."""
+    config = replace(CONFIG, mesh=MeshSection(pipeline=2))
+    few, many = (
+        predict("zero2", Given(config, SHAPE, BatchPlan(256, 1, 1, 4, times, config.mesh), BF16, machine()))
+        for times in (2, 8)
+    )
+    wide = predict("zero2", Given(config, SHAPE, BatchPlan(256, 1, 1, 8, 2, config.mesh), BF16, machine()))
+    counted = few.as_json()["counted_bytes"]
+    assert all(each.as_json()["counted_bytes"] == counted for each in (many, wide))
+    assert many.needed - few.needed == 6 * 4 * 256 * SHAPE.width * 4
+
+
 def test_large_tables_are_gathered_for_their_own_time() -> None:
     on = Machine(find_cluster("H100", 8), False)
     large = replace(SHAPE, vocab_size=LARGE_TABLE // SHAPE.width, tied_head=False)
     small = replace(large, vocab_size=large.vocab_size - 1)
 
-    def gathered(shape: TransformerConfig, config: TrainConfig = CONFIG) -> float:
+    config = replace(CONFIG, optimizer=OptimizerSection("adamw"))  # Muon's matrices are whole on a rank
+
+    def gathered(shape: TransformerConfig) -> float:
         plan = plan_batch(config.batch, shape.max_seq, 8)
         return predict("zero3", Given(config, shape, plan, BF16, on)).candidate.memory.gathered
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh
+from imece.buckets import LANES
 from imece.collectives.calls import Call
 from imece.collectives.hierarchical import HostGroups
 from imece.errors import UserError
@@ -92,6 +93,6 @@ def start(
         return call.scheduled(lambda: run(hosts), result, async_op, hosts.host, hosts.cross)
     made = _calls.get(hosts.cross, 0)
     _calls[hosts.cross] = made + 1
-    lane = 1 + made % mesh.LANES
+    lane = 1 + made % LANES
     beside = hosts._replace(host=mesh.current().host_group_in(lane), lane=lane)
     return call.in_lane(lambda opened: run(beside._replace(opened=opened)), result, lane, shared)

@@ -21,12 +21,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.buckets import default_cap_bytes, filling, gathered, most_under_way, units_at_once
 from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
 from imece.data_parallel import arguments
-from imece.data_parallel.footprint import filling, gathered, optimizer_tensors, predict
+from imece.data_parallel.footprint import optimizer_tensors, predict
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
-from imece.data_parallel.reducing.way import best_schedule, default_cap_bytes, most_under_way, units_at_once
+from imece.data_parallel.reducing.way import (
+    HIERARCHICAL,
+    best_schedule,
+    has_spare_core,
+    is_over_hosts,
+)
 from imece.data_parallel.sharding.block_wise import block_of
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.gathering import GatherOptions
@@ -158,20 +164,26 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     groups, on_cpu = ShardGroups.of(strategy, given.ranks), given.device.type == "cpu"
     in_common, schedule = groups.in_common(given.device), best_schedule(groups.shard, given.device)
     gathers = given.options.wanted(strategy, in_common)
-    under_way = most_under_way(groups, given.device, schedule)
+    hierarchical = schedule == HIERARCHICAL
+    under_way = most_under_way(
+        overlap=has_spare_core(groups.world, given.device),
+        over_hosts=is_over_hosts(groups, schedule),
+        in_common=in_common,
+        replicas=groups.replicas is not None,
+    )
     units = find_units(given.model, given.options.units) if gathers else []
     trained = Trained.of(named, given.optimizers, given.model, units)
     precision = given.precision or MixedPrecision()
     gradients_bytes = 0 if on_cpu else precision.gradients_bytes(named)
     cap_bytes = default_cap_bytes(
-        schedule, on_cpu=on_cpu, borrows=strategy.gradients, gradients_bytes=gradients_bytes
+        over_hosts=hierarchical, on_cpu=on_cpu, borrows=strategy.gradients, gradients_bytes=gradients_bytes
     )
     if given.cap_mb is not None:
         cap_bytes = int(given.cap_mb * MIB)
     shards = groups.shard.size() if strategy.hybrid else size
     laid = trained.lay(shards, None if gathers else cap_bytes)
     numbered = [(*trained.pairs[bucket.group], bucket) for bucket in laid.buckets]
-    at_once = units_at_once(schedule)
+    at_once = units_at_once(over_hosts=hierarchical)
     master = named[0][1].itemsize
     parameter = precision.param.itemsize if precision.param is not None else master
     frozen = Trained.frozen(still, given.model, units, precision.param)

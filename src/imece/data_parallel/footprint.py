@@ -3,13 +3,13 @@ live memory."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
 
+from imece.buckets import filling, gathered
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -19,9 +19,6 @@ from imece.layout import Bucket, Layout
 
 # Tensors of the parameter's size that an optimizer keeps for each parameter; unknown for all others.
 _KEPT = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Muon": 1}
-
-Numbered = tuple[int, int, Bucket]
-"""(number of the unit, number of the optimizer, the bucket of both)."""
 
 
 def predict(
@@ -166,35 +163,6 @@ def counted(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> 
     }
     more = sum(offload.takes(nbytes) - nbytes for nbytes in hosted.values())
     return Footprint(parameters, gradients, 0, communication, optimizer + sums + more)
-
-
-def filling(buckets: Collection[Numbered], *, gathers: bool, most_under_way: int) -> list[int]:
-    """Buckets of gradients that have memory at the same time, if buckets borrow it; one that is listed twice
-    counts twice.
-
-    These are the largest bucket of each optimizer; with gathered units, which differ more, also the root's;
-    and the largest bucket but the root's once per sum that is under way besides.
-    """
-    largest: dict[tuple[bool, int], Bucket] = {}
-    for unit, kind, bucket in buckets:
-        key = (gathers and unit == 0, kind)
-        if key not in largest or largest[key].numel < bucket.numel:
-            largest[key] = bucket
-    others = [bucket for (is_root, _), bucket in largest.items() if not is_root]
-    beside = min(most_under_way, len(buckets) - len(largest)) if others else 0
-    most = max(others, key=lambda bucket: bucket.numel, default=None)
-    return [bucket.index for bucket in (*largest.values(), *([most] * beside if most else ()))]
-
-
-def gathered(buckets: Iterable[tuple[int, int]], in_flight: int) -> int:
-    """Bytes of the units that are gathered at the same time: the root, and the `in_flight` largest others.
-
-    buckets: (number of the unit, bytes) of each bucket, of frozen parameters too.
-    """
-    units: dict[int, int] = defaultdict(int)
-    for unit, nbytes in buckets:
-        units[unit] += nbytes
-    return units.pop(0, 0) + sum(sorted(units.values(), reverse=True)[:in_flight])
 
 
 def optimizer_tensors(optimizer: Optimizer) -> int | None:

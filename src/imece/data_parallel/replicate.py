@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from imece.buckets import default_cap_bytes
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel import arguments, other_models
@@ -37,9 +38,9 @@ from imece.data_parallel.reducing.trace import StepTrace
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.watch import Watch
 from imece.data_parallel.reducing.way import (
+    HIERARCHICAL,
     Way,
     best_schedule,
-    default_cap_bytes,
     has_spare_core,
     leave_together,
 )
@@ -554,7 +555,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             Line.of(self.process_group).crossing.add(self.module)
         caps, single, self._choose_cap = arguments.bucket_caps(*self._asked_caps)
         together = leave_together(self._way, self.process_group, self.device)
-        default = default_cap_bytes(self._way.schedule, together=together)
+        default = default_cap_bytes(over_hosts=self._way.schedule == HIERARCHICAL, together=together)
         self.bucket_bytes_cap = max(caps, default=default)
         self.bucket_bytes_cap_list = [] if single else caps
         self.bucket_bytes_cap_default = not caps

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from imece.buckets import most_under_way
 from imece.collectives import ops
 from imece.collectives.pending import Pending
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
-from imece.data_parallel.reducing.way import most_under_way
+from imece.data_parallel.reducing.way import is_over_hosts
 from imece.data_parallel.sharding.accumulated import Accumulated
 from imece.data_parallel.sharding.borrowed import BorrowedMemory
 from imece.data_parallel.sharding.cast import let_any_come, widen_gradients
@@ -75,7 +76,12 @@ class Sharding(Gradients):
         )
         """The stores of trained parameters, by bucket, and those of frozen parameters that are sharded."""
         device = self.stores[0].parameters.device
-        self.most_under_way = most_under_way(self.groups, device, self._way.schedule)
+        self.most_under_way = most_under_way(
+            overlap=self._way.overlap,
+            over_hosts=is_over_hosts(self.groups, self._way.schedule),
+            in_common=self.groups.in_common(device),
+            replicas=self.groups.replicas is not None,
+        )
         self._lets_go = self.offload is None and keeps_freed(device)  # gives memory back
         self._in_backward = False
         self.parts = [part for store in self.stores for part in store.parts]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
+from imece.buckets import default_cap_bytes
 from imece.collectives import ops
 from imece.data_parallel import other_models
 from imece.data_parallel.average import Average, Over
@@ -25,7 +26,7 @@ from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward
 from imece.data_parallel.reducing.used import Alike
-from imece.data_parallel.reducing.way import default_cap_bytes, leave_together
+from imece.data_parallel.reducing.way import HIERARCHICAL, leave_together
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
@@ -268,7 +269,7 @@ class ShardedDataParallel(DistributedDataParallel):
         on_cpu = self.device_type == "cpu"
         precision = self._options.precision
         return default_cap_bytes(
-            self._way.schedule, on_cpu=on_cpu, borrows=borrows, together=together,
+            over_hosts=self._way.schedule == HIERARCHICAL, on_cpu=on_cpu, borrows=borrows, together=together,
             gradients_bytes=0 if on_cpu else precision.gradients_bytes(self._trained),
         )  # fmt: skip
 

@@ -21,13 +21,13 @@ from imece.models.matrices import matrices_of
 from imece.observe.metrics import read_metrics
 from imece.observe.units import gigabytes, milliseconds
 from imece.plan.answer.explain import parts
-from imece.plan.answer.search import Candidate, framework_on, judge
+from imece.plan.answer.search import Candidate, framework_on, judge, with_usual_buckets
 from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import adapter_parameters, held
-from imece.plan.memory.memory import memory, scale_bytes
+from imece.plan.memory.memory import counted_bytes, scale_bytes
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model, from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
@@ -160,6 +160,7 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         micro_batch=plan.micro,
         accumulation=plan.accumulation,
         accumulates_whole=True,  # as step.py does
+        receives_each=True,  # as torch's schedules do
         table_units=train_units(config, shape) is not None,
         recompute="full" if config.compute.recompute else "none",
         optimizer=config.optimizer.kind,
@@ -175,7 +176,7 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         tensor=plan.mesh.tensor, sequence=plan.mesh.sequence, pipeline=plan.mesh.pipeline,
         interleave=plan.mesh.chunks, schedule="gpipe" if plan.mesh.schedule == "gpipe" else "1f1b",
     )  # fmt: skip
-    setup = Setup(model, parallel, recipe)
+    setup = with_usual_buckets(Setup(model, parallel, recipe), cluster)
     mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
     return Prediction(judge(setup, cluster), machine, mapped)
 
@@ -214,12 +215,14 @@ def _rank_on_all(lora: LoraSection, shape: LanguageConfig, model: Model) -> floa
 
 def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
     """Bytes for the ranks of one host: shared memory, and copies of a rank's last two states in it."""
-    counted, ranks = _counted(setup, cluster), min(setup.parallel.ranks, cluster.gpus_per_host)
+    counted: dict[str, float] = {**_counted(setup, cluster)}
+    ranks = min(setup.parallel.ranks, cluster.gpus_per_host)
     shared = counted["gradients"] + counted["communication"]
     part = counted["optimizer"]
     still = 0.0  # of a copy, which is written once
     if setup.parallel.strategy != "replicate":
-        model, parallel, framework = setup.model, setup.parallel, framework_on(cluster)
+        model, parallel = setup.model, setup.parallel
+        framework = framework_on(cluster, parallel)
         parameters, numbers = counted["parameters"], float(model.parameters)
         if setup.recipe.adapters != "none":
             numbers = model.layers * adapter_parameters(model, setup.recipe.adapter_rank)
@@ -232,19 +235,9 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
     return int((ranks - 1) * shared + (ranks * (2 * part + still) if copies else 0))
 
 
-def _counted(setup: Setup, cluster: Cluster) -> dict[str, float]:
-    """What data_parallel/footprint.py counts after a step: without autocast's copies and without gradients
-    that micro-batches keep whole."""
-    precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
-    plain = replace(setup, recipe=replace(setup.recipe, precision=precision, accumulation=1))
-    found = memory(plain, framework=framework_on(cluster))
-    return {
-        "parameters": found.parameters,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer + found.masters,
-        "communication": found.gathered + found.communication,
-        "host": found.host,
-    }
+def _counted(setup: Setup, cluster: Cluster) -> dict[str, int]:
+    """Of the first stage, as rank 0 counts its own."""
+    return counted_bytes(setup, 0, framework_on(cluster, setup.parallel))
 
 
 def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from imece import DistributedDataParallel
+from imece.buckets import default_cap_bytes
 from imece.data_parallel.reducing.cap import CAPS_BYTES, EACH_S, best_cap
-from imece.data_parallel.reducing.way import default_cap_bytes
 from imece.data_parallel.reducing.whole import WholeGradients
 from imece.layout import MIB
 from tests.data_parallel.checks import Check, Job, gathered, jobs, passed, slow
@@ -117,6 +117,6 @@ def test_auto(job: Job, request: pytest.FixtureRequest) -> None:
 
 
 def test_large_models_have_no_more_buckets_for_it_and_small_ones_the_usual() -> None:
-    assert default_cap_bytes(None, gradients_bytes=100 * MIB) == default_cap_bytes(None) == 25 * MIB
-    assert default_cap_bytes(None, gradients_bytes=1600 * MIB) == 50 * MIB
-    assert default_cap_bytes(None, gradients_bytes=6400 * MIB, borrows=True) == 100 * MIB
+    assert default_cap_bytes(gradients_bytes=100 * MIB) == default_cap_bytes() == 25 * MIB
+    assert default_cap_bytes(gradients_bytes=1600 * MIB) == 50 * MIB
+    assert default_cap_bytes(gradients_bytes=6400 * MIB, borrows=True) == 100 * MIB

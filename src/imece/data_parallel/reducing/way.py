@@ -13,7 +13,8 @@ from imece.collectives import over_hosts
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.strategy import ShardGroups
 from imece.errors import UserError
-from imece.layout import MIB, usual_cap_bytes
+
+HIERARCHICAL = "hierarchical"
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,15 @@ def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
     with contextlib.suppress(UserError):
         arranged = mesh.current()
         if device.type == "cpu" and len(arranged.hosts) > 1 and group is arranged.world_group:
-            return "hierarchical" if arranged.cross_group is not None else None
+            return HIERARCHICAL if arranged.cross_group is not None else None
     return None
 
 
-def most_under_way(groups: ShardGroups, device: torch.device, schedule: str | None) -> int:
-    """How many buckets may be summed while another one fills, if they borrow their memory.
-
-    If all ranks share one memory, a sum ends before the next gradient comes: one. On a network a sum takes as
-    long as the backward of a unit, and has that time; over hosts there is one sum per lane.
-    """
-    shard, replicas = groups.shard, groups.replicas
-    if schedule == "hierarchical" or (replicas is not None and over_hosts.between(shard, replicas)):
-        return mesh.LANES
-    return 0 if groups.in_common(device) and replicas is None else 1
-
-
-def units_at_once(schedule: str | None) -> int:
-    """Units that are gathered at a time in forward: one runs and one comes; between hosts one comes in
-    each lane."""
-    return 1 + (mesh.LANES if schedule == "hierarchical" else 1)
+def is_over_hosts(groups: ShardGroups, schedule: str | None) -> bool:
+    """Whether buckets are summed inside hosts first, and then between them."""
+    if schedule == HIERARCHICAL:
+        return True
+    return groups.replicas is not None and over_hosts.between(groups.shard, groups.replicas) is not None
 
 
 def leave_together(way: Way, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -60,21 +50,6 @@ def leave_together(way: Way, group: dist.ProcessGroup, device: torch.device) -> 
     plain = way.schedule is None and way.wire is None
     in_reach = isinstance(group, SharedMemoryGroup) and group.size() > 1 and device.type == "cpu"
     return plain and in_reach and not way.overlap
-
-
-def default_cap_bytes(
-    schedule: str | None, *, on_cpu: bool = False, borrows: bool = False, together: bool = False,
-    gradients_bytes: int = 0,
-) -> int:  # fmt: skip
-    """The cap of a bucket in bytes. borrows: gradients are sharded, so that a bucket borrows its memory.
-
-    Small buckets in three cases: gradients are sharded on CPUs, where a message costs less than on a GPU;
-    between hosts, where a slow wire would wait for the first; and if buckets leave `together`, to leave
-    little for the end. gradients_bytes: of all gradients, to limit the number of buckets.
-    """
-    if together:
-        return 4 * MIB
-    return usual_cap_bytes(gradients_bytes, small=schedule == "hierarchical" or (borrows and on_cpu))
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:

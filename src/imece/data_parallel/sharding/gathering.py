@@ -34,9 +34,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
+from imece.buckets import units_at_once
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducing import task
-from imece.data_parallel.reducing.way import units_at_once
+from imece.data_parallel.reducing.way import HIERARCHICAL
 from imece.data_parallel.sharding.units import State, Unit, Wanted
 from imece.data_parallel.strategy import Strategy
 
@@ -79,7 +80,7 @@ class Gathering:
     ) -> None:
         """units: the root first; their buckets are added later. schedule: as for ops.all_gather."""
         self.units, self._group, self.options, self._schedule = list(units), group, options, schedule
-        self.in_flight = options.in_flight or units_at_once(schedule)
+        self.in_flight = options.in_flight or units_at_once(over_hosts=schedule == HIERARCHICAL)
         self._ahead = self.in_flight - 1
         self._order: list[Unit] = []  # the order of units in the last complete forward
         self._path: list[Unit] = []  # their order in this one

@@ -17,11 +17,6 @@ from torch import nn
 
 from imece import layout
 
-ALIGN_BYTES = 128  # 64 for parameters and gradients in half as many bits as their masters
-# 16 for half as many bits. Code that torch.compile makes from one block for a GPU reads 16 bytes at a time
-# from the parameters of all other blocks too, and never checks their alignment.
-ITEM_ALIGN_BYTES = 32
-
 
 @dataclass(eq=False)
 class Part:

@@ -16,16 +16,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from imece import layout
+from imece import buckets, layout
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
 from imece.data_parallel.same import is_made_of_others
 from imece.data_parallel.sharding.block_wise import block_of
 from imece.data_parallel.sharding.cast import can_be_cast
-from imece.data_parallel.sharding.parts import ALIGN_BYTES, ITEM_ALIGN_BYTES, items_of
+from imece.data_parallel.sharding.parts import items_of
 from imece.data_parallel.sharding.units import Unit, unit_numbers
 
 FROZEN = -2  # in place of an optimizer's number
-_NO_CAP = 2**62  # bytes
 
 
 def refuse_tied_by_data(
@@ -145,13 +144,11 @@ class Trained:
     def lay(self, shards: int, cap_bytes: int | None) -> layout.Layout:
         """Lay them out in buckets of `shards` equal shards. cap_bytes: None: each group is one bucket."""
         at = {pair: group for group, pair in enumerate(self.pairs)}
-        return layout.build(
+        return buckets.lay(
             items_of(self.named, self.dtypes, [at[pair] for pair in self._pair_of_each]),
-            cap_bytes=_NO_CAP if cap_bytes is None else cap_bytes,
+            self.pairs,
             shards=shards,
-            align_bytes=ALIGN_BYTES,
-            item_align_bytes=ITEM_ALIGN_BYTES,
-            modules_whole=True,
-            whole=[group for (_, kind), group in at.items() if kind in self.whole],
-            blocks={group: self.blocks.get(kind, 1) for (_, kind), group in at.items()},
+            cap_bytes=cap_bytes,
+            whole=self.whole,
+            blocks=self.blocks,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from imece.buckets import default_cap_bytes
 from imece.footprint import DIVIDED, Sizes, footprint
 from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
@@ -28,7 +29,6 @@ from imece.plan.setup import Parallel, Precision, Recipe, Recomputation, Setup, 
 _OTHERS = ("frozen", "distill", "offloading", "deepseek")
 _DEFAULT_VOCABULARY = 50257  # in Megatron's CI: of GPT-2, and of BERT
 _BERT_VOCABULARY = 30524
-_BUCKET_BYTES = 5 * 2**20  # of imece where gradients are sharded on CPUs
 _MIXTRAL_VOCABULARY = 32000
 
 
@@ -258,7 +258,8 @@ def own_engine(own: Table | None = None) -> list[Row]:
         name, _, gathers = r["strategy"].partition("-")
         shard = ranks if DIVIDED[name].optimizer else 1
         precision = Precision() if r["bf16"] == "1" else IMECE_CPU.precision
-        recipe = Recipe(128, precision=precision, bucket_bytes=_BUCKET_BYTES)
+        cap_bytes = default_cap_bytes(on_cpu=True, borrows=DIVIDED[name].gradients)
+        recipe = Recipe(128, precision=precision, bucket_bytes=cap_bytes)
         framework = replace(IMECE_CPU, name=r["strategy"], gathers=True) if gathers else IMECE_CPU
         parallel = Parallel(cast(Strategy, name), ranks, shard)
         predicted = memory(Setup(model, parallel, recipe), framework=framework).states

@@ -19,6 +19,7 @@ from imece.plan.answer.search import (
 )
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import compared, device, gb, title
+from imece.plan.memory.frameworks import Framework
 from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
@@ -118,7 +119,7 @@ class Call:
             yield "FP8", _FP8
         if self.candidate.setup.parallel.tensor * self.candidate.setup.parallel.pipeline > 1:
             yield "class", _CLASS
-        more = more_with_torchs_loss(self.candidate.setup, framework_on(self.question.cluster))
+        more = more_with_torchs_loss(self.candidate.setup, self._framework)
         if self.candidate.setup.parallel.tensor > 1:
             yield "loss", "imece.cross_entropy(logits, targets), which takes logits that ranks have parts of"
         elif more >= _MENTIONED:
@@ -166,10 +167,14 @@ class Call:
             return f"{said}; not in model.no_sync(), which would keep whole gradients"
         return f"{said}, all but the last in model.no_sync()"
 
+    @property
+    def _framework(self) -> Framework:
+        return framework_on(self.question.cluster, self.candidate.setup.parallel)
+
     def _has_buckets(self) -> bool:
         """Whether bucket_cap_mb decides how messages are cut, instead of the layers."""
-        parallel, cluster = self.candidate.setup.parallel, self.question.cluster
-        gathered = DIVIDED[parallel.strategy].parameters and framework_on(cluster).gathers
+        parallel = self.candidate.setup.parallel
+        gathered = DIVIDED[parallel.strategy].parameters and self._framework.gathers
         return parallel.data * parallel.context > 1 and not gathered
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from imece.buckets import default_cap_bytes, most_under_way, units_at_once
 from imece.footprint import DIVIDED
-from imece.layout import usual_cap_bytes
 from imece.plan.answer.space import Question, setups
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE, IMECE_CPU, IMECE_HOSTS, Framework
@@ -79,6 +79,8 @@ def search(question: Question) -> Answer:
         for setup in line:
             if missed and setup.recipe.accumulation > 1:
                 continue
+            if question.cluster.gpu.is_cpu:  # on GPUs the largest default is small beside what they have
+                setup = with_usual_buckets(setup, question.cluster)
             candidate = weigh(setup, question.cluster)
             if candidate.needed > question.room_bytes:
                 before = least.get(setup.parallel)
@@ -97,16 +99,41 @@ def search(question: Question) -> Answer:
 
 def weigh(setup: Setup, cluster: Cluster) -> Candidate:
     """A candidate with memory but without time."""
-    found = memory(setup, framework=framework_on(cluster))
+    found = memory(setup, framework=framework_on(cluster, setup.parallel))
     return Candidate(setup, found, found.total + cluster.gpu.overhead_bytes)
 
 
-def framework_on(cluster: Cluster) -> Framework:
-    """Which software's memory to predict: imece's, which on CPUs of one host keeps parameters in shared
-    memory."""
-    if cluster.gpu.is_cpu:
-        return IMECE_CPU if cluster.hosts == 1 else IMECE_HOSTS
-    return IMECE
+def framework_on(cluster: Cluster, parallel: Parallel) -> Framework:
+    """Which software's memory to predict: imece's, whose CPU ranks keep in shared memory what a host
+    shares."""
+    if not cluster.gpu.is_cpu:
+        return IMECE
+    one_host = cluster.hosts == 1
+    in_common = one_host or parallel.tensor * parallel.shard <= cluster.gpus_per_host
+    is_hybrid = parallel.strategy.startswith("hybrid")
+    over_hosts = _sums_over_hosts(cluster, parallel)
+    replicas = is_hybrid and parallel.shard < parallel.data * parallel.context
+    under_way = most_under_way(
+        overlap=not one_host,  # alone on their host, ranks take all of its cores
+        over_hosts=over_hosts,
+        in_common=in_common,
+        replicas=replicas,
+    )
+    base = IMECE_CPU if one_host else IMECE_HOSTS
+    return replace(
+        base,
+        name=f"{base.name} {in_common} {over_hosts} {under_way}",  # another name: see Framework.__hash__
+        gathers=not in_common,
+        grown_units=1 + under_way,
+        units_at_once=units_at_once(over_hosts=over_hosts and not is_hybrid),
+    )
+
+
+def _sums_over_hosts(cluster: Cluster, parallel: Parallel) -> bool:
+    """Whether gradients are summed inside hosts of CPU ranks first, and then between them."""
+    if not cluster.gpu.is_cpu or cluster.hosts == 1 or parallel.tensor * parallel.pipeline > 1:
+        return False
+    return not parallel.strategy.startswith("hybrid") or parallel.shard == cluster.gpus_per_host
 
 
 def judge(setup: Setup, cluster: Cluster) -> Candidate:
@@ -164,11 +191,23 @@ def with_best_bucket(candidate: Candidate, question: Question) -> Candidate:
 
 def usual_buckets(setup: Setup, cluster: Cluster) -> set[int]:
     """Bytes of the buckets that parallelize makes by default, on each stage of a pipeline."""
-    divides, framework = DIVIDED[setup.parallel.strategy], framework_on(cluster)
-    if not divides.optimizer or cluster.gpu.is_cpu:
-        return {usual_cap_bytes(small=divides.gradients)}
-    size, stages = setup.recipe.precision.parameters, range(setup.parallel.pipeline)
-    return {usual_cap_bytes(int(size * trained_elements(setup, stage, framework))) for stage in stages}
+    parallel, on_cpu = setup.parallel, cluster.gpu.is_cpu
+    divides, framework = DIVIDED[parallel.strategy], framework_on(cluster, parallel)
+    over_hosts = _sums_over_hosts(cluster, parallel)
+    if not divides.optimizer or on_cpu:
+        return {default_cap_bytes(on_cpu=on_cpu, over_hosts=over_hosts, borrows=divides.gradients)}
+    size = setup.recipe.precision.parameters
+    return {
+        default_cap_bytes(gradients_bytes=int(size * trained_elements(setup, stage, framework)))
+        for stage in range(parallel.pipeline)
+    }
+
+
+def with_usual_buckets(setup: Setup, cluster: Cluster) -> Setup:
+    """The same setup with the buckets that parallelize makes of it by default; the largest, if those of
+    stages differ."""
+    usual = max(usual_buckets(setup, cluster))
+    return replace(setup, recipe=replace(setup.recipe, bucket_bytes=usual))
 
 
 def pareto(candidates: tuple[Candidate, ...]) -> list[Candidate]:

@@ -50,7 +50,7 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = tensor if parallel.sequence else 1
     residual = 2 * count * model.width
-    norms = framework.norm_copies * count * model.norms * model.width * _of_residual(recipe) / sharded
+    norms = framework.norm_copies * count * model.norms * model.width * of_residual(recipe) / sharded
     read = min(model.norms, 2)
     if recipe.precision.autocast:  # a copy for each product: queries, keys, values; gate, up
         read = 5 if model.gated else 4
@@ -74,7 +74,7 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     return Layer(norms, inputs, attention, scores, mlp, dropout, adapters)
 
 
-def _of_residual(recipe: Recipe) -> int:
+def of_residual(recipe: Recipe) -> int:
     """Bytes per element of the residual: under autocast norms and sums are in the parameters' dtype."""
     precision = recipe.precision
     return precision.parameters if precision.autocast else precision.activations
@@ -97,7 +97,7 @@ def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fram
     """What recomputation keeps of a layer."""
     if recipe.recompute == "full":
         sharded = parallel.tensor if parallel.sequence else 1
-        return Layer(norms=tokens(recipe, parallel) * model.width * _of_residual(recipe) / sharded)
+        return Layer(norms=tokens(recipe, parallel) * model.width * of_residual(recipe) / sharded)
     whole = whole_layer(model, parallel, recipe, framework)
     if recipe.recompute == "none":
         return whole

@@ -1,7 +1,7 @@
 """Which parameters of a pipeline stage a rank has, and how they lie in buckets.
 
-Without tensor and pipeline parallelism buckets come from layout.py, as in the engine: the prediction uses the
-real layout. Otherwise they are sums.
+Buckets are laid by buckets.py, as the engine lays them: the prediction uses the real layout. Of experts, and
+where that would take long and matter little, they are sums.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import math
 from dataclasses import dataclass
 
 from imece import layout
+from imece.buckets import filling, gathered, lay
 from imece.footprint import DIVIDED, Sizes
 from imece.models.dealing import deal, layer_cost
 from imece.plan.memory.frameworks import Framework
 from imece.plan.models.model import Model
 from imece.plan.setup import Parallel, Recipe, Setup, Stages
 
-_ALIGN_BYTES, _ITEM_ALIGN_BYTES = 128, 32  # of a shard and in it, as data_parallel/sharding/parts.py has it
 _MOST_LAID = 4000  # items: with more, a layout takes long, and its padding is negligible
+# Bytes of a part of a model, as buckets count them: of larger ones there are too many to lay them all, and a
+# bucket more or less is little.
+_LARGE_PART = 2**30
+_MATRICES, _OTHERS = 0, 1  # numbers of Muon's optimizers, as imece train makes them
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Held:
     tables: float  # embedding and head
     rest: float  # the last norm, positions
     products: float  # of one layer: in matrices, including experts
+    embeds: bool = True  # whether the stage has the embedding
+    heads: bool = True  # whether it has the last norm and the head
 
     @property
     def dense(self) -> float:
@@ -112,6 +118,8 @@ def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, st
         tables=tables,
         rest=rest,
         products=(matrices + experts) / tensor,
+        embeds=first,
+        heads=last,
     )
 
 
@@ -137,23 +145,28 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
     divides = DIVIDED[parallel.strategy]
     by_unit = divides.parameters and framework.gathers
     itemsize = recipe.precision.masters or recipe.precision.parameters  # by which a bucket's cap counts
-    if parallel.tensor == parallel.pipeline == 1 and not model.experts and model.layers * 9 < _MOST_LAID:
+    divided = parallel.tensor * parallel.pipeline > 1
+    is_large = divided and part.total * itemsize > _LARGE_PART
+    if not (model.experts or is_large or part.layers * 9 >= _MOST_LAID):
+        laid = _Laid(
+            model, part, parallel.tensor, by_unit, recipe.table_units, recipe.optimizer == "muon"
+        )  # fmt: skip
         return _laid(
-            model, parallel.strategy, parallel.shard, recipe.bucket_bytes, itemsize, by_unit,
-            framework.units_at_once, max(1, framework.grown_units), recipe.table_units,
+            laid, parallel.strategy, parallel.shard, recipe.bucket_bytes, itemsize, framework.units_at_once,
+            max(0, framework.grown_units - 1),
         )  # fmt: skip
     root, largest = part.tables + part.rest, part.layer
     if recipe.table_units and not model.tied_head and part.tables:
         root = part.rest
         largest = max(largest, model.table_parameters / model.table_parts(parallel.tensor))
-    filling = 0.0
+    grown = 0.0
     if by_unit:
-        filling = root + largest * framework.grown_units
+        grown = root + largest * framework.grown_units
     elif divides.gradients:
         bucket = max(recipe.bucket_bytes / itemsize, _largest(model, part) / parallel.tensor)
-        filling = min(part.total, max(1, framework.grown_units) * bucket)
-    gathered = root + framework.units_at_once * largest if by_unit else 0.0
-    return Sizes(part.dense, part.dense / parallel.shard, filling, gathered)
+        grown = min(part.total, max(1, framework.grown_units) * bucket)
+    whole = root + framework.units_at_once * largest if by_unit else 0.0
+    return Sizes(part.dense, part.dense / parallel.shard, grown, whole)
 
 
 def expert_sizes(parallel: Parallel, part: Held, framework: Framework) -> Sizes:
@@ -173,70 +186,89 @@ def _largest(model: Model, part: Held) -> int:
     return max(layer, model.table_parameters if part.tables else 0)
 
 
+@dataclass(frozen=True)
+class _Laid:
+    """Which tensors are laid, and what keeps them apart."""
+
+    model: Model
+    part: Held
+    tensor: int
+    by_unit: bool
+    table_units: bool
+    matrices_apart: bool  # another optimizer steps them, whole
+
+    def items(self, itemsize: int) -> tuple[list[layout.Item], list[tuple[int, int]]]:
+        """The tensors in the order in which modules are registered, and the pairs that their groups are
+        indices into. Units are numbered from 1 on, layers first; everything else is unit 0."""
+        model, part = self.model, self.part
+        apart = self.by_unit and self.table_units and not model.tied_head
+        embed, head = (part.layers + 1, part.layers + 2) if apart else (0, 0)
+        table = (model.vocab_size // model.table_parts(self.tensor), model.width)
+        found: list[tuple[str, tuple[int, ...], int]] = []
+        if part.embeds or (part.heads and model.tied_head):
+            found.append(("embed.weight", table, embed))
+        if part.embeds and model.learned_positions:
+            found.append(("positions.weight", (model.learned_positions, model.width), 0))
+        of_layer = _layer_items(model, self.tensor)
+        for at in range(part.layers):
+            found += [(f"blocks.{at}.{name}", shape, (at + 1) * self.by_unit) for name, shape in of_layer]
+        if part.heads and model.others is None:
+            found += [(f"norm.{name}", (model.width,), 0) for name in _norm_names(model)]
+        elif part.heads and model.others:
+            found.append(("norm", (model.others,), 0))
+        if part.heads and not model.tied_head:
+            found.append(("head.weight", table, head))
+        pair_of = [(unit, self._kind(name, shape)) for name, shape, unit in found]
+        pairs = sorted(set(pair_of))
+        at_group = {pair: group for group, pair in enumerate(pairs)}
+        dtype = f"bytes{itemsize}"
+        items = [
+            layout.Item(name, shape, dtype, itemsize, group=at_group[pair])
+            for (name, shape, _), pair in zip(found, pair_of, strict=True)
+        ]
+        return items, pairs
+
+    def _kind(self, name: str, shape: tuple[int, ...]) -> int:
+        if not self.matrices_apart:
+            return 0
+        return _MATRICES if name.startswith("blocks.") and len(shape) == 2 else _OTHERS
+
+
 @functools.lru_cache(maxsize=1024)
 def _laid(
-    model: Model,
+    what: _Laid,
     strategy: str,
     shards: int,
     cap_bytes: int,
     itemsize: int,
-    by_unit: bool,
     units_at_once: int,
-    grown_units: int,
-    table_units: bool,
+    under_way: int,
 ) -> Sizes:
-    """Sizes from layout.py, with the arguments that data_parallel/sharding/trained.py uses."""
+    """Sizes from the engine's layout. under_way: sums of buckets besides the one that fills."""
     divides = DIVIDED[strategy]
     shards = shards if divides.optimizer else 1
-    laid = layout.build(
-        items(model, itemsize, by_unit, table_units),
-        cap_bytes=2**62 if by_unit else cap_bytes,
-        shards=shards,
-        align_bytes=_ALIGN_BYTES,
-        item_align_bytes=_ITEM_ALIGN_BYTES,
-        modules_whole=True,
-    )
+    items, pairs = what.items(itemsize)
+    laid = lay(
+        items, pairs, shards=shards, cap_bytes=None if what.by_unit else cap_bytes,
+        whole=[_MATRICES] if what.matrices_apart and divides.optimizer else (),
+    )  # fmt: skip
+    numbered = [(*pairs[bucket.group], bucket) for bucket in laid.buckets]
     whole = sum(bucket.numel for bucket in laid.buckets)
-    filling = gathered = 0
-    if by_unit:
-        root = sum(bucket.numel for bucket in laid.buckets if bucket.group == 0)
-        units = sorted((bucket.numel for bucket in laid.buckets if bucket.group), reverse=True)
-        filling = root + min(grown_units, len(units)) * units[0]
-        gathered = root + sum(units[:units_at_once])
-    elif divides.gradients:  # each has memory for the largest, passed on: data_parallel/shard.py
-        filling = min(grown_units, len(laid.buckets)) * max(bucket.numel for bucket in laid.buckets)
-    return Sizes(whole, whole / shards, filling, gathered)
+    grown = filling(numbered, gathers=what.by_unit, most_under_way=under_way) if divides.gradients else ()
+    units = [(unit, bucket.numel) for unit, _, bucket in numbered] if what.by_unit else []
+    return Sizes(
+        whole, whole / shards, sum(laid.buckets[at].numel for at in grown), gathered(units, units_at_once)
+    )
 
 
-def items(model: Model, itemsize: int, by_unit: bool, table_units: bool = False) -> list[layout.Item]:
-    """The model's tensors in module order. group: the layer, from 1 on, then tables that are units; or 0 for
-    all."""
-    apart = by_unit and table_units and not model.tied_head
-    embed, head = (model.layers + 1, model.layers + 2) if apart else (0, 0)
-    found: list[tuple[str, tuple[int, ...], int]] = [("embed.weight", (model.vocab_size, model.width), embed)]
-    if model.learned_positions:
-        found.append(("positions.weight", (model.learned_positions, model.width), 0))
-    for at in range(model.layers):
-        group = at + 1 if by_unit else 0
-        found += [(f"blocks.{at}.{name}", shape, group) for name, shape in _layer_items(model)]
-    if model.others is None:
-        found += [(f"norm.{name}", (model.width,), 0) for name in _norm_names(model)]
-    elif model.others:
-        found.append(("norm", (model.others,), 0))
-    if not model.tied_head:
-        found.append(("head.weight", (model.vocab_size, model.width), head))
-    dtype = f"bytes{itemsize}"
-    return [layout.Item(name, shape, dtype, itemsize, group=group) for name, shape, group in found]
-
-
-def _layer_items(model: Model) -> list[tuple[str, tuple[int, ...]]]:
-    query, key = model.q_width, model.kv_width
+def _layer_items(model: Model, tensor: int) -> list[tuple[str, tuple[int, ...]]]:
+    query, key, inner = model.q_width // tensor, model.kv_width // tensor, model.mlp_width // tensor
     matrices = [
         ("attention.q", query, model.width), ("attention.k", key, model.width),
         ("attention.v", key, model.width), ("attention.out", model.width, query),
     ]  # fmt: skip
-    mlp = [("mlp.gate", model.mlp_width, model.width)] if model.gated else []
-    mlp += [("mlp.up", model.mlp_width, model.width), ("mlp.down", model.width, model.mlp_width)]
+    mlp = [("mlp.gate", inner, model.width)] if model.gated else []
+    mlp += [("mlp.up", inner, model.width), ("mlp.down", model.width, inner)]
     found: list[tuple[str, tuple[int, ...]]] = []
     if model.vectors is not None:
         vectors = [("vectors", (model.vectors,))] if model.vectors else []

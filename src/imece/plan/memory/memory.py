@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
-from imece.plan.memory.activations import kept_layer, layers_in_flight, tokens, whole_layer
+from imece.plan.memory.activations import kept_layer, layers_in_flight, of_residual, tokens, whole_layer
 from imece.plan.memory.frameworks import IMECE, TORCH_LOSS_BYTES, Framework
 from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes, stage_layers
 from imece.plan.memory.waiting import waiting_bytes
@@ -35,6 +35,7 @@ class Memory:
     overhead: int  # of libraries, and what the allocator reserves beyond use
     notes: tuple[str, ...] = ()
     host: int = 0  # what is offloaded to the host
+    received: int = 0  # part of communication: what activations of other ranks, and their gradients, come in
     late: int = 0  # part of the gradients, allocated while equally many activations and logits are freed
 
     @property
@@ -82,6 +83,24 @@ def memory(setup: Setup, stage: int | None = None, framework: Framework = IMECE)
     return max(found, key=lambda each: each.total)
 
 
+def counted_bytes(setup: Setup, stage: int, framework: Framework) -> dict[str, int]:
+    """What imece counts on a rank after a step, by the names of data_parallel/footprint.py.
+
+    That is without autocast's copies, without gradients that micro-batches keep whole, and without what
+    activations are received in.
+    """
+    precision = replace(setup.recipe.precision, activations=setup.recipe.precision.parameters)
+    recipe = replace(setup.recipe, precision=precision, accumulation=1)
+    found = memory(replace(setup, recipe=recipe), stage, framework)
+    return {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer + found.masters,
+        "communication": found.gathered + found.communication - found.received,
+        "host": found.host,
+    }
+
+
 def _largest_stages(setup: Setup, framework: Framework) -> Iterator[int]:
     """The last stage, and those with more layers than all before: later ones keep fewer micro-batches."""
     layers = stage_layers(setup, framework.stages)
@@ -119,12 +138,13 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     if recipe.precision.autocast:
         parameters += round(_cast_bytes(part, stage, setup))
         notes = (*notes, "autocast keeps a copy of every matrix from forward to backward")
-    communication = found.communication - gathered + _buffers(setup)
-    communication += waiting_bytes(setup, stage, part, framework)
+    received = _buffers(setup, stage, part) + waiting_bytes(setup, stage, part, framework)
+    communication = found.communication - gathered + received
     activations, logits = _activations(setup, stage, part, framework)
     late = 0.0
     if framework.late_sums and _sums_come_last(setup):
-        late = min(states.sums, activations + logits)
+        kept_whole = found.gradients - states.sums if _keeps_whole(setup) else 0  # they go, too
+        late = min(states.sums, activations + logits + kept_whole)
         if late > _WORTH_A_NOTE * found.total:
             said = f"{late / 1e9:,.1f} GB of summed gradients come as backward lets go of activations"
             notes = (*notes, f"{said}, and count once")
@@ -135,7 +155,8 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     return Memory(
         parameters, found.gradients, round(optimizer), round(masters), round(gathered),
         round(communication), round(activations), round(logits),
-        framework.workspace_bytes + round(framework.slack * in_use), notes, found.host, round(late),
+        framework.workspace_bytes + round(framework.slack * in_use), notes, found.host, round(received),
+        round(late),
     )  # fmt: skip
 
 
@@ -146,11 +167,19 @@ def _sums_come_last(setup: Setup) -> bool:
     return recipe.accumulation == 1 or not in_each
 
 
+def _keeps_whole(setup: Setup) -> bool:
+    """Whether sharded gradients stay whole until the last micro-batch."""
+    recipe = setup.recipe
+    return DIVIDED[setup.parallel.strategy].gradients and recipe.accumulates_whole and recipe.accumulation > 1
+
+
 def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Framework) -> _States:
     """The states of `whole` trained elements of `part`."""
     recipe, divides = setup.recipe, DIVIDED[setup.parallel.strategy]
     precision = recipe.precision
-    owned = min(dealt.shard, whole) if divides.optimizer else whole
+    owned = whole
+    if divides.optimizer:  # where matrices stay whole, no rank's shard is full
+        owned = whole / setup.parallel.shard if recipe.optimizer == "muon" else min(dealt.shard, whole)
     casts = precision.masters not in (0, precision.parameters)
     reduce_bytes = precision.gradients + precision.main_gradients
     as_masters = framework.sums_as_masters and (divides.optimizer or recipe.offload is not None)
@@ -166,7 +195,7 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
         offload=recipe.offload,
     )
     sums = found.gradients - (0 if divides.gradients else round(reduce_bytes * dealt.whole))
-    if divides.gradients and recipe.accumulates_whole and recipe.accumulation > 1:
+    if _keeps_whole(setup):
         found = replace(found, gradients=found.gradients + round(precision.gradients * whole))
     same = precision.masters == precision.parameters
     masters = 0.0 if same or recipe.offload else precision.masters
@@ -236,8 +265,9 @@ def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:
     return setup.recipe.precision.activations * (part.layers * part.products + head * last)
 
 
-def _buffers(setup: Setup) -> float:
-    """Bytes of receive buffers: a gathered hidden state, a neighbour's keys and values, a stage's input."""
+def _buffers(setup: Setup, stage: int, part: Held) -> float:
+    """Bytes of receive buffers: a gathered hidden state, a neighbour's keys and values, a stage's input and
+    the gradient of its output."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     hidden = tokens(recipe, parallel) * recipe.precision.activations
     total = 0.0
@@ -246,8 +276,20 @@ def _buffers(setup: Setup) -> float:
     if parallel.context > 1:
         total += 2 * 2 * hidden * model.kv_width / parallel.tensor
     if parallel.pipeline > 1:
-        total += 2 * hidden * model.width / (parallel.tensor if parallel.sequence else 1)
+        size = of_residual(recipe) if recipe.receives_each else recipe.precision.activations
+        each = tokens(recipe, parallel) * size * model.width / (parallel.tensor if parallel.sequence else 1)
+        total += each * (_received(setup, stage, part) if recipe.receives_each else 2)
     return total
+
+
+def _received(setup: Setup, stage: int, part: Held) -> float:
+    """Hidden states of micro-batches that have a buffer each, beyond the inputs among the activations."""
+    parallel, recipe = setup.parallel, setup.recipe
+    chunks, count = parallel.interleave, recipe.accumulation
+    inputs = (chunks - (stage == 0)) * count
+    gradients = (chunks - (stage == parallel.pipeline - 1)) * count
+    kept = layers_in_flight(part.layers, parallel, recipe, stage) * chunks / part.layers if part.layers else 0
+    return max(0.0, inputs - kept) + gradients
 
 
 def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> tuple[float, float]:

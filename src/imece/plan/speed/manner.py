@@ -45,7 +45,7 @@ class Manner:
 
 
 # imece: layers are not compiled, and overlapped communication competes, as in torchtitan's FSDP2. One unit is
-# gathered ahead, two between hosts without GPUs (data_parallel/reducing/way.py).
+# gathered ahead, two between hosts without GPUs (buckets.py).
 IMECE = Manner("imece", elementwise=1.5, contention=0.6, kept_units=1)
 
 # huggingface/nanotron: optim/zero.py (parameters are gathered after the step, not hidden),
