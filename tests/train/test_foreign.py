@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from imece.cli.main import main
 from imece.errors import UserError
 from imece.models.cross_entropy import cross_entropy
 from imece.models.foreign import ForeignConfig
-from imece.train.prediction import planned
+from imece.plan.hardware import find_cluster
+from imece.train.batch import plan_batch
+from imece.train.config import LoraSection, OptimizerSection, TrainConfig
+from imece.train.precision import Precision
+from imece.train.prediction import Given, Machine, planned, predict
 from imece.train.run_folder import RunFolder
 from tests.ranks import run_ranks
 from tests.train.command import in_fork, train
@@ -148,3 +153,11 @@ def test_is_planned_with_all_its_parameters() -> None:
         config = ForeignConfig.of(content | {"model_type": kind})
         found = planned("x", config)
         assert found.parameters == config.parameter_count and found.layers == config.layers, kind
+    gpt2 = ForeignConfig.of(_GPT2 | {"n_embd": 128, "n_layer": 4, "model_type": "gpt2"})
+    for targets, sides in (((), 4 + 2 + 5 + 5), (("c_attn", "mlp.c_proj"), 4 + 5)):
+        lora = LoraSection(rank=3, targets=targets)
+        config = replace(TrainConfig(), lora=lora, optimizer=OptimizerSection("adamw"))
+        plan, on = plan_batch(config.batch, 32, 1), Machine(find_cluster("CPU", 1), False)
+        said = predict("replicate", Given(config, gpt2, plan, Precision("fp32", "cpu"), on)).as_json()
+        gradients = said["counted_bytes"]["gradients"]
+        assert gradients == pytest.approx(4 * 3 * 4 * sides * 128, rel=1e-3), "fused matrices"
