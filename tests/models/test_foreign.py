@@ -25,13 +25,19 @@ _LLAMAS = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 # Learned positions, windows, tied heads, fused matrices, names in files that differ from those of parameters,
-# another rotation than Llama's, norms elsewhere.
+# another rotation than Llama's, norms elsewhere, buffers in files, wider heads in some layers.
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 60, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 48},
     "gemma2": _LLAMAS | {"sliding_window": 6},
     "gemma3_text": _LLAMAS | {
         "sliding_window": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
+    "gemma4_text": _LLAMAS | {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 60,
+        "global_head_dim": 8,
+    },
+    "apertus": _LLAMAS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "phi3": _LLAMAS,
     "gpt_neox": _LLAMAS,
     "olmo2": _LLAMAS,
@@ -52,6 +58,9 @@ def saved(folder: Path, kind: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size="8KB")
     return model.double().eval()
 
@@ -93,7 +102,7 @@ def test_documents_stay_apart(kind: str) -> None:
     """And no token sees those behind it."""
     transformers = pytest.importorskip("transformers")
     like_gpt2 = kind in ("gpt2", "gptj", "codegen", "gpt_bigcode")
-    size = KINDS["gpt2"] | {"rotary_dim": 4} if like_gpt2 else _LLAMAS
+    size = KINDS["gpt2"] | {"rotary_dim": 4} if like_gpt2 else KINDS.get(kind, _LLAMAS)
     size = {key: value for key, value in size.items() if kind not in ("falcon", "gptj") or key != "head_dim"}
     config = ForeignConfig.of({**transformers.CONFIG_MAPPING[kind](**size).to_dict(), "model_type": kind})
     assert config.keeps_apart and config.layers == 3
@@ -114,7 +123,7 @@ def test_documents_stay_apart(kind: str) -> None:
     assert float((packed - crossing).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "gemma3_text", "gemma4_text"])
 def test_writes_on_as_transformers_does(tmp_path: Path, kind: str) -> None:
     """Also where windows have slid."""
     theirs = saved(tmp_path, kind)

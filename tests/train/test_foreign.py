@@ -36,6 +36,11 @@ _GEMMA2: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4,
     "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32, "sliding_window": 9,
 }  # fmt: skip
+# With buffers in files.
+_GEMMA4 = _GEMMA2 | {
+    "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "global_head_dim": 8,
+    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300,
+}  # fmt: skip
 STRATEGIES = ["replicate", "zero3"]
 
 
@@ -43,11 +48,13 @@ def write_foreign(folder: Path, kind: str = "gpt2", **more: Any) -> Any:
     """A folder as transformers saves it, and the model."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
-    content = {"gpt2": _GPT2, "gemma2": _GEMMA2}.get(kind, {}) | more
+    content = {"gpt2": _GPT2, "gemma2": _GEMMA2, "gemma4_text": _GEMMA4}.get(kind, {}) | more
     model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[kind](**content))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
+        for name in dict(model.named_buffers()).keys() & model.state_dict().keys():
+            model.get_buffer(name).uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size="8KB")
     write_tokenizer(folder)
     return model
@@ -103,8 +110,8 @@ def story(folder: str) -> None:
 
 
 def test_goes_on_and_is_exported_for_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With windows, documents kept apart, and recomputation."""
-    write_foreign(tmp_path / "source", "gemma2")
+    """With windows, documents kept apart, recomputation, and buffers that stay as they came."""
+    source = write_foreign(tmp_path / "source", "gemma4_text")
     in_fork(story, str(tmp_path))
     saved, first = RunFolder(tmp_path / "run").saved("last"), open_checkpoint(tmp_path / "first")
     assert saved.step == first.step == 4
@@ -116,14 +123,18 @@ def test_goes_on_and_is_exported_for_transformers(tmp_path: Path, capsys: pytest
         tmp_path / "exported", output_loading_info=True
     )
     assert not any(report.values()), report
-    for name, each in found.named_parameters():
-        assert torch.equal(each, saved.tensor(f"model/inner.{name}")), name
+    for name, each in found.state_dict(keep_vars=True).items():
+        if name != "lm_head.weight":  # which is the embedding
+            assert torch.equal(each, saved.tensor(f"model/inner.{name}")), name
+            changed = not torch.equal(each, source.state_dict()[name])
+            assert changed == isinstance(each, torch.nn.Parameter), name
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "exported"), f"--data={tmp_path / 'text.jsonl'}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["nats_per_token"] > 0
     assert sample.run([str(tmp_path / "run"), "--tokens=5", "--seed=1", "--prompt=village"]) == 0
     assert capsys.readouterr().out.startswith("village")
-    assert found.config.model_type == "gemma2"
+    assert found.config.model_type == "gemma4_text"
+    assert not torch.equal(found.get_buffer("model.layers.0.layer_scalar"), torch.ones(1))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ data-parallel ranks, whatever these shard. What divides a model of ours from wit
 sequences) and what knows its parts (compiled blocks) does not take them.
 
 A parameter has the name that transformers gives it, behind "inner.". Parameters are on the meta device until
-somebody gives them memory; buffers, which are tables that a model computes for itself, have theirs at once.
+somebody gives them memory; buffers have theirs at once. Most are tables that a model computes for itself.
+Files have the others, such as a factor of a layer: they are read and written like parameters, and no step
+changes them.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _SENSES = ("vision_config", "audio_config")
 # Of these model_types, positions that begin anew with a document hide what stands before it
 # (tests/models/test_foreign.py).
 APART = frozenset({
-    "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "helium",
-    "hunyuan_v1_dense", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "persimmon",
-    "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "apertus", "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite",
+    "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3",
+    "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
 
 
@@ -97,12 +99,12 @@ class ForeignConfig:
     @property
     def parameter_count(self) -> int:
         """Number of parameters; a tied head counts once."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(math.prod(shape) for shape in _tensors(self.content).shapes.values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all parameters by their names in `ForeignModel`."""
-        return _tensors(self.content).shapes
+        """The shapes of all parameters, and of buffers that files have, by their names in `ForeignModel`."""
+        return _tensors(self.content).shapes | _tensors(self.content).kept
 
     @property
     def keeps_apart(self) -> bool:
@@ -114,9 +116,9 @@ class ForeignConfig:
         return self.windows[layer]
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Names that files may have for the parameter `name`; the first is the one to write."""
+        """Names that files may have for `name`, one of `shapes`; the first is the one to write."""
         key, known = name.removeprefix(INNER), _tensors(self.content)
-        every = (known.stored[key], key, *known.tied[key])
+        every = (known.stored[key], key, *known.tied.get(key, ()))
         return tuple(dict.fromkeys((*every, *(each.removeprefix(known.prefix) for each in every))))
 
     def is_computed(self, key: str) -> bool:
@@ -132,9 +134,10 @@ class ForeignConfig:
 class _Tensors:
     """The tensors of a model, and their names in files."""
 
-    shapes: dict[str, tuple[int, ...]]
-    stored: dict[str, str]  # a parameter's name in files
-    tied: dict[str, tuple[str, ...]]  # its other names
+    shapes: dict[str, tuple[int, ...]]  # of parameters
+    kept: dict[str, tuple[int, ...]]  # of buffers in files
+    stored: dict[str, str]  # the name in files
+    tied: dict[str, tuple[str, ...]]  # a parameter's other names
     prefix: str  # of most names, which some files leave out
     computed: re.Pattern[str]  # names in files that are no parameters
 
@@ -231,32 +234,35 @@ class ForeignCache:
 @functools.lru_cache(maxsize=4)
 def _tensors(content: str) -> _Tensors:
     model = _built(content)
-    named = dict(model.named_parameters())
+    named: dict[str, Tensor] = dict(model.named_parameters())
     names_of: dict[int, list[str]] = {}
     for name, each in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(each), []).append(name)
-    buffers = {name for name, _ in model.named_buffers()}
-    if extra := sorted(buffers & model.state_dict().keys()):
-        raise ValueError(f"beside its parameters it keeps {some(extra, 2)}, which training would not change")
+    buffers, in_files = dict(model.named_buffers()), model.state_dict().keys()
+    kept = {name: each for name, each in buffers.items() if name in in_files}
+    if wrong := [name for name, each in kept.items() if not each.is_floating_point()]:
+        raise ValueError(f"files have {some(wrong, 2)}, of integers, which are not read here")
     ignored = [
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.",
         r"\.(attn|attention)\.(masked_)?bias$",
+        *(f"{re.escape(name)}$" for name in buffers.keys() - kept.keys()),
     ]
     return _Tensors(
         shapes={INNER + name: tuple(each.shape) for name, each in named.items()},
-        stored=_stored(model, named),
+        kept={INNER + name: tuple(each.shape) for name, each in kept.items()},
+        stored=_stored(model, named | kept),
         tied={
             name: tuple(other for other in names_of[id(each)] if other != name)
             for name, each in named.items()
         },
         prefix=f"{model.base_model_prefix}.",
-        computed=re.compile("|".join([*ignored, *(f"{re.escape(name)}$" for name in buffers)])),
+        computed=re.compile("|".join(ignored)),
     )
 
 
-def _stored(model: Any, named: dict[str, nn.Parameter]) -> dict[str, str]:
-    """The names that transformers gives parameters in files. ValueError if it stores one in several tensors,
+def _stored(model: Any, named: dict[str, Tensor]) -> dict[str, str]:
+    """The names that transformers gives these in files. ValueError if it stores one in several tensors,
     as it does with experts."""
     found = {name: name for name in named}
     with contextlib.suppress(ImportError):  # until version 5 they were the same
@@ -298,6 +304,8 @@ def _built(content: str) -> Any:
         raise ValueError(f"transformers builds no language model of it: {reason}") from error
     if kind not in APART and not all(getattr(config, key, True) for key in ("is_decoder", "causal")):
         raise ValueError(f"{kind} is an encoder: its tokens see those behind them")
+    # Gemma 4's heads are wider in some layers: plans take the width of the others.
+    model.config.get_text_config().allow_global_per_layer_attribute_access = True
     return model
 
 

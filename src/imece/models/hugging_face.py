@@ -264,7 +264,7 @@ def _renamed(config: LanguageConfig, tensors: Iterable[tuple[str, Tensor]]) -> I
 
 
 def shapes_of(config: LanguageConfig) -> dict[str, Shape]:
-    """The shapes of all parameters by their names in the model."""
+    """The shapes of all parameters by their names in the model, and of buffers that files have."""
     if isinstance(config, ForeignConfig):
         return dict(config.shapes)
     return {name: tuple(parameter.shape) for name, parameter in outline(config).named_parameters()}

@@ -129,7 +129,7 @@ def first_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.zeros(parameter.shape)
 
 
-def first_pieces(config: TrainConfig, model: nn.Module) -> Source:
+def first_pieces(config: TrainConfig, model: nn.Module) -> Pieces:
     """`first_values` as a source from which a training state can be loaded."""
     start = Pieces()
     for name, value in first_values(model, config.seed):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from imece.checkpoint.load import Source
 from imece.checkpoint.names import MODEL
 from imece.checkpoint.training_state import TrainingState
-from imece.checkpoint.weights import shaped
+from imece.checkpoint.weights import buffers_of, shaped
 from imece.membership.pieces import Pieces
 from imece.models.language_model import LanguageConfig, LanguageModel, outline
 from imece.models.shape import TransformerConfig
@@ -66,10 +66,18 @@ def begin_again(
     """Reset `model`, which `state` belongs to, and `optimizers` to the beginning of the run. All ranks call
     this."""
     adapters = config.lora.rank > 0
-    start = begin_with(config) or (first_pieces if adapters else _random)(config, model)
+    start = begin_with(config) or (_first if adapters else _random)(config, model)
     for optimizer in optimizers:
         optimizer.state.clear()
     state.load(start, frozen=not adapters)
+
+
+def _first(config: TrainConfig, model: LanguageModel) -> Source:
+    """Adapters at their first values, and the buffers of the base, which no step has changed."""
+    start = first_pieces(config, model)
+    for name, each in buffers_of(model):
+        start.add(MODEL + name, tuple(each.shape), 0, each.detach().cpu().view(-1))
+    return start
 
 
 def _random(config: TrainConfig, model: LanguageModel) -> Source:

@@ -53,6 +53,8 @@ class Merged:
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:
         """The whole tensor, on the CPU. UserError if it cannot be read, or if the base has changed since."""
+        if name in self._kept:  # a buffer
+            return self.saved.tensor(name)
         own = name.removeprefix(MODEL)
         weight = self.base.tensor(name).float()
         read = weight
