@@ -167,8 +167,8 @@ def test_is_planned_with_all_its_parameters() -> None:
     gpt2 = ForeignConfig.of(_GPT2 | {"n_embd": 128, "n_layer": 4, "model_type": "gpt2"})
     for targets, sides in (((), 4 + 2 + 5 + 5), (("c_attn", "mlp.c_proj"), 4 + 5)):
         lora = LoraSection(rank=3, targets=targets)
-        config = replace(TrainConfig(), lora=lora, optimizer=OptimizerSection("adamw"))
-        plan, on = plan_batch(config.batch, 32, 1), Machine(find_cluster("CPU", 1), False)
-        said = predict("replicate", Given(config, gpt2, plan, Precision("fp32", "cpu"), on)).as_json()
+        asked = replace(TrainConfig(), lora=lora, optimizer=OptimizerSection("adamw"))
+        plan, on = plan_batch(asked.batch, 32, 1), Machine(find_cluster("CPU", 1), False)
+        said = predict("replicate", Given(asked, gpt2, plan, Precision("fp32", "cpu"), on)).as_json()
         gradients = said["counted_bytes"]["gradients"]
         assert gradients == pytest.approx(4 * 3 * 4 * sides * 128, rel=1e-3), "fused matrices"
