@@ -705,3 +705,50 @@ def in_a_batch() -> list[float]:
 
 def test_a_group_for_batches_of_messages() -> None:
     assert run_ranks(in_a_batch, 2) == [[1.0], [0.0]]
+
+
+def received_at_once(schedule: str, chunks: int | None, micro_batches: int) -> tuple[int, int, int]:
+    """The most activations and gradients of one stage that have memory while it computes, and how many have
+    it after a step and an evaluation."""
+    from imece.model_parallel.stages import TimedStage
+
+    made: list[TimedStage] = []
+    most = [0, 0]
+
+    def living(stage: TimedStage) -> list[int]:
+        buffers = [
+            [getattr(info, "buffer", None) for infos in table.values() for info in infos]
+            for table in (stage.args_recv_info, stage.grad_recv_info)
+        ]
+        return [sum(each is not None and each.numel() > 0 for each in kind) for kind in buffers]
+
+    def watched(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computing(stage: TimedStage, *args: Any, **kwargs: Any) -> Any:
+            made.append(stage)
+            most[:] = map(max, most, living(stage))
+            return compute(stage, *args, **kwargs)
+
+        return computing
+
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        case = Case(TWO, schedule, transformer)
+        pipeline = Pipeline(
+            case.make(), mesh, micro_batches=micro_batches, loss=case.loss, schedule=schedule, chunks=chunks
+        )
+        batch = tokens_of(0, micro_batches)
+        pipeline.step(*batch)  # before the first, torch makes memory for all
+        with (
+            mock.patch.object(TimedStage, "forward_one_chunk", watched(TimedStage.forward_one_chunk)),
+            mock.patch.object(TimedStage, "backward_one_chunk", watched(TimedStage.backward_one_chunk)),
+        ):
+            pipeline.step(*batch)
+            pipeline.evaluate(*batch)
+        return most[0], most[1], sum(sum(living(stage)) for stage in set(made))
+
+
+def test_what_comes_of_a_micro_batch_has_memory_until_its_backward_is_over() -> None:
+    """Of 1F1B on two ranks: one activation, and one gradient."""
+    first, last = run_ranks(received_at_once, 2, args=("1f1b", None, 8))
+    assert first == [0, 1, 0] and last == [1, 0, 0]
+    for activations, gradients, left in run_ranks(received_at_once, 2, args=("interleaved", 2, 8)):
+        assert activations <= 4 and gradients <= 2 and left == 0

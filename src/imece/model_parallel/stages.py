@@ -6,7 +6,8 @@ Importing this takes a second, because torch's compiler comes along.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,11 @@ def shapes(stages: Sequence[nn.Module], inputs: Values, device: torch.device) ->
 
 class TimedStage(PipelineStage):
     """A stage of torch's that records when it was busy, and checks that its outputs have the agreed
-    shapes."""
+    shapes.
+
+    What it receives of a micro-batch has memory until its backward is over. torch's own stage keeps memory
+    for all micro-batches of a step.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,19 @@ class TimedStage(PipelineStage):
         inputs, self._agreed = along[number], along[number + 1]
         super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
         self._marks, self._before_last, self._beside = marks, before_last, beside
+        self._kinds: dict[Any, Tensor] | None = None  # of all that other ranks send: a tensor without memory
+        self._nothing = torch.empty(0, device=device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """As torch's, into memory of their own."""
+        self._lend(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """As torch's, into memory of their own."""
+        if self.has_backward and not self.is_last:
+            self._lend(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(
         self,
@@ -90,11 +108,14 @@ class TimedStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
+        self._free_unused()
         with self._busy("forward", fwd_chunk_id):
             beside = {**(kwargs or {}), **self._beside(fwd_chunk_id)}
             output = super().forward_one_chunk(fwd_chunk_id, args, beside, save_forward_output)
-        if self.is_last and not self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = ((), [])  # nobody needs it any more
+        if not self.has_backward:  # nobody needs the inputs any more, nor outputs that are not sent
+            outputs, _ = self.fwd_cache[fwd_chunk_id]
+            self.fwd_cache[fwd_chunk_id] = (() if self.is_last else outputs, [])
+            self._take_back(self.args_recv_info[fwd_chunk_id])
         if not self.is_last:
             for value, agreed in zip(values_of(output), self._agreed, strict=True):
                 if (value.shape, value.dtype) != (agreed.shape, agreed.dtype):
@@ -112,6 +133,37 @@ class TimedStage(PipelineStage):
             self._before_last(self.stage_index)
         with self._busy("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._take_back(self.args_recv_info[bwd_chunk_id])
+        self._take_back(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def _free_unused(self) -> dict[Any, Tensor]:
+        """Take back what torch has made for a whole step, once; returns the kinds."""
+        if self._kinds is None:
+            every = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
+            self._kinds = {
+                info: torch.empty_like(info.buffer, device="meta", requires_grad=info.buffer.requires_grad)
+                for info in itertools.chain(*every)
+                if getattr(info, "buffer", None) is not None and self._comes(info)
+            }
+            self._take_back(self._kinds)
+        return self._kinds
+
+    def _lend(self, infos: Iterable[Any]) -> None:
+        """infos: torch's, one for each tensor that is received of a micro-batch."""
+        kinds = self._free_unused()
+        for info in infos:
+            if (kind := kinds.get(info)) is not None:
+                info.buffer = torch.empty_like(kind, device=self.device, requires_grad=kind.requires_grad)
+
+    def _take_back(self, infos: Iterable[Any]) -> None:
+        kinds = self._free_unused()
+        for info in infos:
+            if info in kinds:
+                info.buffer = self._nothing
+
+    def _comes(self, info: Any) -> bool:
+        """Whether it comes from another rank, and is not handed over on this one."""
+        return self.stage_index_to_group_rank[info.source] != self.group_rank
 
     @contextlib.contextmanager
     def _busy(self, what: str, micro_batch: int) -> Iterator[None]:

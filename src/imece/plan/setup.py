@@ -82,7 +82,6 @@ class Recipe:
     bucket_bytes: int = 25 * 2**20
     dropout: bool = False  # on outputs of attention and MLP, and on scores: masks are kept
     table_units: bool = False  # an embedding and a head that are not tied are gathered only while used
-    receives_each: bool = False  # a pipeline's stage has receive buffers for each micro-batch of a step
     accumulates_whole: bool = False  # in no_sync: sharded gradients stay whole until the last micro-batch
 
 

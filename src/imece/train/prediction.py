@@ -160,7 +160,6 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         micro_batch=plan.micro,
         accumulation=plan.accumulation,
         accumulates_whole=True,  # as step.py does
-        receives_each=True,  # as torch's schedules do
         table_units=train_units(config, shape) is not None,
         recompute="full" if config.compute.recompute else "none",
         optimizer=config.optimizer.kind,

@@ -138,7 +138,7 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     if recipe.precision.autocast:
         parameters += round(_cast_bytes(part, stage, setup))
         notes = (*notes, "autocast keeps a copy of every matrix from forward to backward")
-    received = _buffers(setup, stage, part) + waiting_bytes(setup, stage, part, framework)
+    received = _buffers(setup) + waiting_bytes(setup, stage, part, framework)
     communication = found.communication - gathered + received
     activations, logits = _activations(setup, stage, part, framework)
     late = 0.0
@@ -265,7 +265,7 @@ def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:
     return setup.recipe.precision.activations * (part.layers * part.products + head * last)
 
 
-def _buffers(setup: Setup, stage: int, part: Held) -> float:
+def _buffers(setup: Setup) -> float:
     """Bytes of receive buffers: a gathered hidden state, a neighbour's keys and values, a stage's input and
     the gradient of its output."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
@@ -276,20 +276,9 @@ def _buffers(setup: Setup, stage: int, part: Held) -> float:
     if parallel.context > 1:
         total += 2 * 2 * hidden * model.kv_width / parallel.tensor
     if parallel.pipeline > 1:
-        size = of_residual(recipe) if recipe.receives_each else recipe.precision.activations
-        each = tokens(recipe, parallel) * size * model.width / (parallel.tensor if parallel.sequence else 1)
-        total += each * (_received(setup, stage, part) if recipe.receives_each else 2)
+        each = tokens(recipe, parallel) * of_residual(recipe) * model.width
+        total += 2 * each / (parallel.tensor if parallel.sequence else 1)
     return total
-
-
-def _received(setup: Setup, stage: int, part: Held) -> float:
-    """Hidden states of micro-batches that have a buffer each, beyond the inputs among the activations."""
-    parallel, recipe = setup.parallel, setup.recipe
-    chunks, count = parallel.interleave, recipe.accumulation
-    inputs = (chunks - (stage == 0)) * count
-    gradients = (chunks - (stage == parallel.pipeline - 1)) * count
-    kept = layers_in_flight(part.layers, parallel, recipe, stage) * chunks / part.layers if part.layers else 0
-    return max(0.0, inputs - kept) + gradients
 
 
 def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> tuple[float, float]:
