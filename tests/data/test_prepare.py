@@ -78,7 +78,7 @@ def test_a_second_call_finds_nothing_to_do(tmp_path: Path, texts: str) -> None:
         told: list[str] = []
         source = TextSource((texts,), **{"vocab_size": 270, **options})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("imece.data.tokenizer._PROGRESS_BYTES", 1)
+            patch.setattr("imece.data.bpe._PROGRESS_BYTES", 1)
             prepared = prepare(
                 source, tmp_path / "tokenizer.json", tmp_path / "tokens", lambda what, *_: told.append(what)
             )

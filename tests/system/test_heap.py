@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ import imece
 from tests.ranks import run_ranks
 
 
-def count_page_faults() -> float:
+def count_page_faults() -> int:
     """Of a step, which saves more for its backward than glibc keeps by itself: 128 MiB in blocks of 1."""
     imece.init(device="cpu")
     factor = nn.Parameter(torch.ones(()))
@@ -30,7 +29,7 @@ def count_page_faults() -> float:
         optimizer.step()
         optimizer.zero_grad()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return statistics.median(counts[4:])  # holes of the first ones fill up
+    return min(counts[4:])  # holes of the first ones fill up; and the system may take pages at any time
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
