@@ -123,6 +123,18 @@ def with_evaluation(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Te
         yield torch.stack([one.detach(), two.detach(), seen])
 
 
+def of_some_inputs(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    """backward(inputs=...) of parameters that are freed by then."""
+    named = dict(model.module.named_parameters())
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward(inputs=[named[f"blocks.{step % LAYERS}.up.weight"], named["head.weight"]])
+        assert_freed_if_gathered(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
 Train = Callable[[Any, Any, int], Iterator[torch.Tensor]]
 
 
@@ -232,6 +244,8 @@ CHECKS: dict[str, Check] = {
     "accumulated": same_bits(train=accumulated, against="zero2"),
     "accumulated in no_sync": same_bits(train=accumulated_in_no_sync),
     "with evaluation": same_bits(train=with_evaluation),
+    "of some inputs": same_bits(train=of_some_inputs, steps=4),
+    "of some inputs, checkpoint": same_bits(lambda: Small(reentrant=False), of_some_inputs),
 }
 
 # What is there when.

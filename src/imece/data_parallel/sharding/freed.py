@@ -50,6 +50,8 @@ class FreedParameter(nn.Parameter):
             return args[0]
         if func == _SET_DATA and args[0] is args[1]:  # from `module.to`, of what it is already
             return None
+        if func is torch.autograd.backward and not any(isinstance(each, cls) for each in args[0]):
+            return func(*args, **{**(kwargs or {}), "inputs": [*map(_edge, (kwargs or {})["inputs"])]})
         raise RuntimeError(_complaint([*args, *(kwargs or {}).values()]))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -57,6 +59,14 @@ class FreedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(_complaint([self]))
+
+
+def _edge(given: Any) -> Any:
+    """Where the gradient of a freed parameter arrives in the graph; anything else as it is."""
+    if not isinstance(given, FreedParameter):
+        return given
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(given)
 
 
 def _is_so_already(convert: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> bool:
