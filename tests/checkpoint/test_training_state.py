@@ -340,6 +340,19 @@ def test_torchs_state_dicts_say_what_to_call(mesh: object) -> None:
         imece.full_optimizer_state(model, several)
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_the_whole_state_is_of_the_parameters_that_were_wrapped(mesh: object, strategy: str) -> None:
+    model, optimizer = small(Adam, strategy)
+    small_steps(model, optimizer, range(1))
+    before = imece.full_optimizer_state(model, optimizer)
+    model.module.weight = nn.Parameter(torch.zeros(4, 3, 3, 3))
+    found = imece.full_optimizer_state(model, optimizer)
+    assert found["param_groups"] == before["param_groups"]
+    for number in (0, 1):
+        for key, value in before["state"][number].items():
+            assert torch.equal(found["state"][number][key], value)
+
+
 def fused(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=0.1, fused=True)
 

@@ -122,7 +122,8 @@ def _state_dict(
     model: ShardedDataParallel, optimizer: Optimizer, kept: dict[str, dict[str, Tensor]]
 ) -> dict[str, Any]:
     """As torch's state dict, whose numbers count the parameters of all groups."""
-    names = {id(each): name for name, each in model.module.named_parameters()}
+    # As they were wrapped: whoever has replaced one in the module since, the optimizer steps the old one.
+    names = {id(each): name for name, each in model.sharding.trained.named}
     stepped = SteppedParts.of(optimizer)
     assert stepped is not None, "it is one of the model's"
     groups: list[dict[str, Any]] = []
@@ -130,7 +131,7 @@ def _state_dict(
     number = 0
     for group, whole in zip(optimizer.param_groups, stepped.whole, strict=True):
         for at, each in enumerate(whole["params"], number):
-            if of := kept.get(names[id(each)]):
+            if of := kept.get(names.get(id(each), "")):
                 state[at] = {unquote(key): value_of(value) for key, value in by_key(of).items()}
         many = len(whole["params"])
         groups.append({**group, **whole, "params": list(range(number, number + many))})
