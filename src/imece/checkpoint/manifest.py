@@ -29,7 +29,7 @@ _SEAL, _END = b',"sha256":"', b'"}\n'
 _TAIL = len(_SEAL) + 64 + len(_END)
 _MOST_ELEMENTS = 1 << 62
 
-# By safetensors' names.
+# By safetensors' names, but for C128, which it does not have.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,6 +47,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    "C128": torch.complex128,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -153,16 +154,18 @@ def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def header(pieces: Sequence[Piece]) -> bytes:
-    """The beginning of the safetensors file that holds `pieces`, which are in order; their bytes follow."""
+    """The beginning of the safetensors file that holds `pieces`, which are in order; their bytes follow.
+
+    There a piece of C128 is one of F64, with a last dim of 2: real and imaginary parts.
+    """
     entries: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
         start, end = end, end + piece.nbytes
-        entries[piece.name] = {
-            "dtype": piece.kind.dtype,
-            "shape": piece.shape,
-            "data_offsets": [start, end],
-        }
+        dtype, shape = piece.kind.dtype, piece.shape
+        if dtype == "C128":
+            dtype, shape = "F64", (*shape, 2)
+        entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

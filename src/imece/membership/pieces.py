@@ -11,7 +11,7 @@ from torch import Tensor
 from imece.errors import UserError
 
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-"""All of torch's dtypes by name: memory may hold some that no file has, such as complex128."""
+"""All of torch's dtypes by name: memory may hold some that no file has, such as complex32."""
 
 
 class Pieces:
