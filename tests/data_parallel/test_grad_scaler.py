@@ -95,6 +95,29 @@ def scaled_in_join(group: dist.ProcessGroup) -> None:
         scaler.step(optimizer)
 
 
+def complex_gradients(group: dist.ProcessGroup) -> None:
+    """They are unscaled, and an Inf in one rank's imaginary part stops all ranks."""
+    inputs = torch.full((2, 16), 1.0 + group.rank(), dtype=torch.complex64)
+    for way in (Way("replicate"), *WAYS):
+        inner = two_layers().to(torch.complex64)
+        model, optimizer = parallelize(inner, adamw(inner), way.strategy, mesh_of(group), gather=way.gather)
+        model(inputs).abs().mean().backward()
+        expected = model.gradient_norm()
+        scaler = GradScaler("cpu", init_scale=4.0)
+        for bad in (True, False):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).abs().mean()).backward()
+            if bad and (group.rank() == 1 or way.strategy == "replicate"):
+                next(each.grad for each in optimizer.param_groups[0]["params"]).imag.fill_(torch.inf)
+            scaler.unscale_(optimizer)
+            assert bad or torch.equal(model.gradient_norm(), expected), way
+            before = [each.clone() for each in model.state_dict().values()]
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(map(torch.equal, before, model.state_dict().values())) == bad, way
+            assert scaler.get_scale() == 2.0, way
+
+
 class OnGpu(torch.Tensor):
     """A scalar that is taken for one on a GPU. What is copied from there without waiting is not there yet."""
 
@@ -150,6 +173,7 @@ def test_a_fused_step_on_the_host_waits_for_the_scale(monkeypatch: pytest.Monkey
 
 CHECKS: dict[str, Check] = {
     "one scale": one_scale,
+    "complex gradients": complex_gradients,
     "torch's scaler": torch_scaler,
     "scaled in join": scaled_in_join,
 }

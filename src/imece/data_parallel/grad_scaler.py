@@ -4,6 +4,7 @@ ranks know."""
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class GradScaler(torch.amp.GradScaler):
     none: `unscale_`, or `step` without it, asks the others, so all ranks call it. Of other models each rank
     has the whole gradient and asks nobody.
 
-    RuntimeError inside of `join` if the model is sharded.
+    RuntimeError inside of `join` if the model is sharded. Complex gradients are scaled too, which torch's
+    refuses.
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         if device.type != "cpu" and _on_cpu(optimizer):
             # torch's own copies do not block: the CPU would read them before they have arrived.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = super()._unscale_grads_(_in_pairs(optimizer), inv_scale, found_inf, allow_fp16)
         stepped, across = SteppedParts.of(optimizer), AcrossModel.of(optimizer)
         if stepped is None and across is None:
             return found
@@ -62,6 +64,21 @@ class GradScaler(torch.amp.GradScaler):
             if _on_cpu(optimizer):
                 inside.callback(optimizer.register_step_pre_hook(_bring_to_cpu).remove)
             return super().step(optimizer, *args, **kwargs)
+
+
+def _in_pairs(optimizer: Optimizer) -> Any:
+    """What torch's scaler takes for an optimizer: with pairs of real gradients in place of complex ones."""
+    if not any(each.grad is not None and each.grad.is_complex() for each in parameters_of(optimizer)):
+        return optimizer
+    return SimpleNamespace(param_groups=[{"params": [*map(_in_pair, parameters_of(optimizer))]}])
+
+
+def _in_pair(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None or not parameter.grad.is_complex():
+        return parameter
+    pair = torch.view_as_real(parameter.detach())
+    pair.grad = torch.view_as_real(parameter.grad)
+    return pair
 
 
 def _bring_to_cpu(optimizer: Optimizer, *_: Any) -> None:
