@@ -24,6 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import imece  # noqa: F401 - registers the backend
+from imece.errors import MismatchError
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -206,3 +207,32 @@ def state_of_rank_0() -> dict[str, Any]:
 
 def test_torchs_state_dicts_travel() -> None:
     assert run_ranks(state_of_rank_0, 2, backend="shm") == [{"same": True, "backends": ["shm"]}] * 2
+
+
+def go_apart() -> None:
+    """One rank stops training earlier than the other, as by a limit that it finds by itself."""
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    loss = model(torch.ones(2, 4)).sum()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"MismatchError: .*rank 1 all_gather"):
+            loss.backward()
+    else:
+        with pytest.raises(MismatchError, match=r"rank 0 called all_reduce"):
+            dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
+
+
+def test_calls_that_differ_are_an_error_in_torchs_ddp() -> None:
+    run_ranks(go_apart, 2, backend="shm")
+
+
+def fail_alone() -> None:
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    else:
+        work = dist.broadcast(torch.ones(3), 0, async_op=True)
+    with pytest.raises(MismatchError, match="differs between ranks"):
+        cast(Any, work).get_future().wait()
+
+
+def test_a_future_raises_the_error_of_its_call() -> None:
+    run_ranks(fail_alone, 2, backend="shm")

@@ -6,7 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -116,4 +116,25 @@ class ShmWork(dist.Work):
         if self._error is None:
             future.set_result(self._result)
         else:
-            future.set_exception(self._error)
+            # As set_exception does, but with a value that torch's C++ code may take too.
+            future._set_unwrap_func(_Failed.raise_it)
+            future.set_result(_Failed(self._error))
+
+
+class _Failed:
+    """What a future has in the place of a result when the operation failed.
+
+    torch's DistributedDataParallel takes the results of its buckets in C++, which knows no errors of Python:
+    it pickles what is there to find the tensors in it, and takes the first. Of an exception, which has none,
+    that is a segmentation fault. Pickling this one raises the error.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def raise_it(self) -> NoReturn:
+        """Raise the operation's error."""
+        raise self._error
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.raise_it()
