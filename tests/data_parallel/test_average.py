@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -145,19 +146,30 @@ def nothing_to_predict(way: str) -> Check:
 
 
 def reduced_before(group: dist.ProcessGroup) -> None:
-    """A second backward that is reduced is added to the first, as with the mean over ranks."""
-    model = wrap(group)
-    for clears in (True, False):
+    """A second backward that is reduced is added to the first, as with the mean over ranks; and so is one
+    after others in no_sync, unless all of that was thrown away."""
+    model, rank = wrap(group), dist.get_rank()
+    cases = ((True, 0, False), (False, 0, False), (True, 2, False), (False, 2, False), (True, 1, True))
+    for clears, in_no_sync, thrown_away in cases:
         model.zero_grad(set_to_none=clears)
         sums: list[torch.Tensor] = []
         for step in range(3):
-            parts = [part(2 + 3 * at + step, 10 * step + at) for at in range(group.size())]
-            alone = whole(model.module, parts)
-            now = [torch.zeros_like(each) if each.grad is None else each.grad for each in alone.parameters()]
-            sums = [before + each for before, each in zip(sums, now, strict=True)] if sums else now
-            bring(model, parts[dist.get_rank()])
-        for expected, each in zip(sums, model.module.parameters(), strict=True):
-            got = torch.zeros_like(each) if each.grad is None else each.grad
+            *local, last = (
+                [part(2 + 3 * at + step, 100 * step + 10 * micro + at) for at in range(group.size())]
+                for micro in range(in_no_sync + 1)
+            )
+            for each in local:
+                with model.no_sync():
+                    bring(model, each[rank])
+            if thrown_away:
+                model.zero_grad()
+                sums, local = [], []
+            alone = whole(model.module, [*itertools.chain(*local, last)])
+            now = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+            sums = [older + newer for older, newer in zip(sums, now, strict=True)] if sums else now
+            bring(model, last[rank])
+        for expected, p in zip(sums, model.module.parameters(), strict=True):
+            got = torch.zeros_like(p) if p.grad is None else p.grad
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 

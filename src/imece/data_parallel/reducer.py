@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -206,6 +206,9 @@ class Reducer:
         if not self._local:
             self._local = True
             task.at_end(self._end_local)
+            if self.average.over != "ranks" and self._touched == self._zeros:
+                for slot, grad in self._reduced():  # to which this backward adds
+                    slot.older = grad.clone()
         return self.average.cleaned(gradient)
 
     @task.uncompiled
@@ -304,12 +307,24 @@ class Reducer:
     def _set_aside(self) -> None:
         """Set aside gradients that are reduced already: they must not be divided by this backward's samples
         or tokens."""
+        with torch.no_grad():
+            for slot, touched in zip(self.slots, self._touched, strict=True):
+                grad = slot.parameter.grad
+                if grad is None or not touched:
+                    slot.older = None
+                elif slot.older is not None:
+                    grad.sub_(slot.older)
+        for slot, grad in self._reduced():
+            slot.older, slot.parameter.grad = grad.clone(), None
+
+    def _reduced(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """(slot, gradient) for whole gradients that were reduced, and to which nothing was added since."""
         for slot in self.slots if self.gradients.is_whole else ():
             grad = slot.parameter.grad
             if grad is None or self._touched[slot.index]:
                 continue
             if slot.holds(grad) or self.sharing.has_reduced(slot.index, grad):
-                slot.older, slot.parameter.grad = grad.clone(), None
+                yield slot, grad
 
     # Backward.
 
