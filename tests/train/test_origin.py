@@ -39,10 +39,10 @@ from imece.models.hugging_face_files import write_weights
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import TUNING_LR
+from imece.train.opening import open_session
 from imece.train.origin import open_weights, trained_model
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import RunLock
-from imece.train.session import Session
 from imece.train.start import make_ready
 from tests.ranks import run_ranks
 from tests.train.command import in_fork, train
@@ -194,7 +194,7 @@ def opened(folder: str, strategies: list[str]) -> list[list[float]]:
         more = [f"--strategy={strategy}", f"--ranks={mesh.world_size}", *["--lora.rank=2"] * bool(adapters)]
         arguments, read = words(Path(folder), "source", run, *more), 0
         with mock.patch.object(HuggingFaceModel, "slice", counted), Live() as live:
-            session = Session.open(read_config(arguments), mesh)
+            session = open_session(read_config(arguments), mesh)
         told.append([live.most, read, session.step.run(0, 0.0).grad_norm])
         session.checkpoints.close()
     return told

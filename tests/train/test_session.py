@@ -20,15 +20,16 @@ from imece.errors import PeerLostError, UserError
 from imece.membership.recovery import MovedOnError
 from imece.observe.metrics import read_metrics
 from imece.train import loop as loops
-from imece.train import resuming
+from imece.train import opening, resuming
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
 from imece.train.config import CheckpointSection, ModelSection, TrainConfig, ValidateSection
 from imece.train.loop import Loop, _Together
+from imece.train.opening import first_ranks, open_session
 from imece.train.precision import Precision
 from imece.train.resuming import check_of_run
 from imece.train.same_run import computed_with
-from imece.train.session import Session, _first_ranks
+from imece.train.session import Session
 from imece.train.step import Outcome, Step
 from imece.train.watching import Watching
 
@@ -92,10 +93,10 @@ def test_a_checkpoint_that_is_saved_again_keeps_its_metric(session: Session) -> 
     session.config = TrainConfig(steps=8)
     loop.recovered(session.recover(MovedOnError("a rank has joined")))
     assert session.checkpoints.save.call_args.kwargs["metric"] == 1.5  # type: ignore[attr-defined]
-    state = json.loads(json.dumps(session._counters()))
+    state = json.loads(json.dumps(session._said()))
     joins, session.val_loss = session, (-1, None)
     joins.recovery.member.steps = 0  # type: ignore[union-attr]
-    joins._take_counters(state)
+    joins._take(state)
     assert metric(joins) == 1.5
     joins.done = 9
     assert metric(joins) is None, "of another step"
@@ -250,11 +251,11 @@ def test_a_save_after_so_many_minutes(session: Session, monkeypatch: pytest.Monk
 
 def test_own_figures_of_a_step_are_kept(session: Session) -> None:
     """The state of a step is noted when it is made, before its time and its loss are known."""
-    state = session._counters() | {"counted": 7, "seconds": 14.0, "tokens": 224, "best_val_loss": 2.0}
-    session._take_counters(state)
+    state = session._said() | {"counted": 7, "seconds": 14.0, "tokens": 224, "best_val_loss": 2.0}
+    session._take(state)
     assert (session.counted, session.seconds, session.tokens, session.best_val_loss) == (8, 16.0, 256, 1.5)
     session.recovery.member.steps = 7  # type: ignore[union-attr]
-    session._take_counters(state)  # this rank was behind
+    session._take(state)  # this rank was behind
     assert (session.counted, session.seconds, session.tokens, session.best_val_loss) == (7, 14.0, 224, 2.0)
 
 
@@ -268,7 +269,7 @@ def test_a_rank_that_joins_ends_at_the_same_bad_step(session: Session, dies_in: 
     assert recovery is not None
 
     def noted(*_: Any) -> None:
-        states.append(json.loads(json.dumps(session._counters())))
+        states.append(json.loads(json.dumps(session._said())))
         if session.done == 11:
             raise MovedOnError("a rank has joined")
 
@@ -286,9 +287,9 @@ def test_a_rank_that_joins_ends_at_the_same_bad_step(session: Session, dies_in: 
         loop.run()
     assert [state["bad_steps"] for state in states] == [1, 0, 1]
     session.first = session.skipped_steps = session.bad_steps = 0
-    session._take_counters(states[-1] | {"skipped_steps": 2})  # as if fp16 had skipped the one before
+    session._take(states[-1] | {"skipped_steps": 2})  # as if fp16 had skipped the one before
     assert (session.first, session.skipped_steps, session.bad_steps) == (5, 2, 1)
-    session._take_counters(states[-1])
+    session._take(states[-1])
     assert session.bad_steps == 1, "a rank that has made the step counts it once"
 
 
@@ -341,7 +342,7 @@ def test_back_to_the_beginning(
     session.recovery.member.steps = made  # type: ignore[union-attr]
     assert session._from_checkpoint() == 0
     begun.assert_called_once_with(session.training_state, session.optimizers, session.config, session.model)
-    assert session._counters() == {
+    assert session._said() == {
         "done": 0, "first": 0, "skipped_steps": 0, "bad_steps": 0, "counted": 0, "seconds": 0.0, "tokens": 0,
         "best_val_loss": None, "since_best": 0, "val_loss": (-1, None), "scaler": {}, "micro": 4,
         "text": "a text", "base": "",
@@ -399,11 +400,11 @@ def test_gone_on_with_another_validate_tokens(
 def test_who_joins_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joining: bool) -> None:
     """The text may have changed since the others began."""
     called = {name: mock.Mock(side_effect=UserError(name)) for name in ("prepare", "reopen")}
-    monkeypatch.setattr(sessions, "together", lambda _, call: call())
+    monkeypatch.setattr(opening, "together", lambda _, call: call())
     for name, each in called.items():
-        monkeypatch.setattr(sessions, name, each)
+        monkeypatch.setattr(opening, name, each)
     with pytest.raises(UserError, match="reopen" if joining else "prepare"):
-        Session.open(TrainConfig(run=str(tmp_path)), mock.Mock(world=mock.Mock(joining=joining)))
+        open_session(TrainConfig(run=str(tmp_path)), mock.Mock(world=mock.Mock(joining=joining)))
     arguments = TrainConfig().data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens"
     assert [each.call_args_list for each in called.values()] == (
         [[], [mock.call(*arguments)]] if joining else [[mock.call(*arguments)], []]
@@ -411,11 +412,11 @@ def test_who_joins_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_joins_with_another_text_is_refused(session: Session) -> None:
-    state = json.loads(json.dumps(session._counters()))
-    session._take_counters(state)
+    state = json.loads(json.dumps(session._said()))
+    session._take(state)
     session.prepared.tokens.identity = "another text"  # type: ignore[misc]
     with pytest.raises(UserError) as mistake:
-        session._take_counters(state)
+        session._take(state)
     assert str(mistake.value) == (
         "run/tokens: not the text that the other ranks read: give this host the text that they began with, "
         "or start the run again, which then goes on with the text as it is now"
@@ -423,12 +424,12 @@ def test_who_joins_with_another_text_is_refused(session: Session) -> None:
 
 
 def test_who_joins_with_another_base_is_refused(session: Session) -> None:
-    state = json.loads(json.dumps(session._counters())) | {"base": "of another model"}
+    state = json.loads(json.dumps(session._said())) | {"base": "of another model"}
     session.config = replace(session.config, model=ModelSection(preset="", weights="exported"))
     with pytest.raises(
         UserError, match="exported: not the model beside which the other ranks train adapters"
     ):
-        session._take_counters(state)
+        session._take(state)
 
 
 @pytest.mark.parametrize(("joining", "config_ranks", "expected"), [(False, 0, 2), (True, 0, 4), (True, 6, 6)])
@@ -436,7 +437,7 @@ def test_a_rank_that_joins_plans_for_all(joining: bool, config_ranks: int, expec
     """It is alone, and compiles for the micro-batches of the others."""
     world = SimpleNamespace(joining=joining, full_size=4)
     mesh: Any = SimpleNamespace(world=world, world_size=1 if joining else 2)
-    assert _first_ranks(TrainConfig(ranks=config_ranks), mesh) == expected
+    assert first_ranks(TrainConfig(ranks=config_ranks), mesh) == expected
 
 
 def test_a_scaler_begins_anew_with_its_state() -> None:

@@ -59,7 +59,7 @@ def test_every_rank_holds_the_run(rank: Rank, tmp_path: Path, monkeypatch: pytes
             seen.append(is_free(tmp_path / "run"))
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Session, "open", opening)
+    monkeypatch.setattr(start, "open_session", opening)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     for number, joining in ((1, False), (0, True), (0, False)):
@@ -96,7 +96,7 @@ def test_what_ends_a_rank_that_joins_is_told(rank: Rank, monkeypatch: pytest.Mon
         assert not hasattr(session, "checkpoints"), "it has them once it is where the others are"
         raise RuntimeError("the others have gone")
 
-    monkeypatch.setattr(Session, "open", lambda *_: Session.__new__(Session))
+    monkeypatch.setattr(start, "open_session", lambda *_: Session.__new__(Session))
     monkeypatch.setattr(Session, "begin", begin)
     with pytest.raises(RuntimeError, match=r"^the others have gone$"):
         rank(0, joining=True)

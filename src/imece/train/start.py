@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
@@ -24,19 +25,18 @@ from imece.observe.environment import environment
 from imece.observe.run_files import as_argument
 from imece.system.control_groups import usable_cores
 from imece.system.open_files import TRAIN, check_open_files
-from imece.train.adapters import check_libraries, check_targets
+from imece.train.adapters import check_libraries
 from imece.train.agreeing import together
 from imece.train.alike import check_same_folder, check_same_start
-from imece.train.batch import batches_of, plan_batch
 from imece.train.config import TrainConfig
-from imece.train.dividing import axes_of, check_divided, groups_of
+from imece.train.dividing import axes_of
 from imece.train.drift import DriftError
-from imece.train.evaluate import windows_read
 from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.header import header, notes_on_data
+from imece.train.inputs import read_inputs, shape_and_plan
 from imece.train.loop import Loop, NotFiniteError
-from imece.train.origin import keep as keep_origin
-from imece.train.origin import open_base, sequence_length, shape_of
+from imece.train.opening import open_session
+from imece.train.origin import open_base
 from imece.train.precision import choose_precision
 from imece.train.prediction import keep
 from imece.train.run_folder import RunFolder
@@ -62,21 +62,13 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
     _check_offload(config, kind)
-    shape = shape_of(config, config.data.vocab_size)
-    seq = sequence_length(config, shape)
-    check_divided(config, shape, seq)
-    check_targets(config, shape)
+    shape_and_plan(config, config.data.vocab_size, ranks)
     check_libraries(config.lora)
-    plan = plan_batch(config.batch, seq, groups_of(config.mesh, ranks), config.mesh)
     folder = RunFolder(config.folder)
     with folder.begun(config, lock):
-        keep_origin(config)
         if config.lora.rank:
             open_base(config, folder)
-        prepared = prepare(config.data.source(), folder.tokenizer_file, folder.tokens(config), progress)
-        batches = batches_of(config, prepared, plan)
-        folder.with_steps(config, batches)
-        windows_read(prepared.tokens.validation, plan.seq, 0)  # refuses records of which none fits
+        read_inputs(config, ranks, partial(prepare, progress=progress))
     return ranks
 
 
@@ -142,7 +134,7 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
             if not mesh.world.joining:
                 check_same_folder(folder.path, mesh)
             lock.join()
-            session = Session.open(config, mesh)
+            session = open_session(config, mesh)
         joined = session.begin()
         if joined is None and _is_finished(session):
             if mesh.rank == 0:

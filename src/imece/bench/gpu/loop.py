@@ -12,8 +12,8 @@ from imece.bench.train.contenders import NEVER_DONE, QUICK, with_text
 from imece.bench.train.pausing import PausingLoop
 from imece.mesh import Mesh
 from imece.train.config import BatchSection, CheckpointSection, ModelSection, ValidateSection
+from imece.train.opening import open_session
 from imece.train.run_folder import RunFolder
-from imece.train.session import Session
 
 _WARM_UP = 3  # steps
 
@@ -33,7 +33,7 @@ def loops_own(mesh: Mesh, preset: str, sequences: int, steps: int) -> float:
         )
         config = with_text(config, Path(name), lambda line: None)
         with RunFolder(config.folder).begun(config):
-            session = Session.open(config, mesh)
+            session = open_session(config, mesh)
         loop = PausingLoop(session)
         try:
             session.begin()

@@ -22,6 +22,7 @@ from imece.checkpoint.load import all_steps
 from imece.checkpoint.manifest import file_name
 from imece.collectives import ops
 from imece.train.config import CheckpointSection
+from imece.train.opening import open_session
 from imece.train.run_folder import RunFolder
 from imece.train.session import Session
 
@@ -39,7 +40,7 @@ class Rank:
     def open(self, way: str, folder: str) -> dict[str, Any]:
         """Begin the run of a run folder's config; returns its size, its batch in words, and the seconds of
         compiling."""
-        session = Session.open(RunFolder(Path(folder)).config(), self._mesh)
+        session = open_session(RunFolder(Path(folder)).config(), self._mesh)
         self._runs[way] = PausingLoop(session)
         return {
             "parameters": session.model.config.parameter_count,
