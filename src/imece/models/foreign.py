@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from imece.listing import some
+from imece.models.experts import cast_experts
+from imece.models.stored import Piece, Shape, stored
 
 Json = dict[str, Any]
 
@@ -35,10 +37,12 @@ _SENSES = ("vision_config", "audio_config")
 # Of these model_types, positions that begin anew with a document hide what stands before it
 # (tests/models/test_foreign.py).
 APART = frozenset({
-    "apertus", "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite",
-    "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3",
-    "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "apertus", "arcee", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "granitemoe",
+    "granitemoeshared", "helium", "hunyuan_v1_dense", "jetmoe", "llama", "minimax_m2", "ministral",
+    "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3",
+    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
 
 
@@ -102,7 +106,7 @@ class ForeignConfig:
         return sum(math.prod(shape) for shape in _tensors(self.content).shapes.values())
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shapes of all parameters, and of buffers that files have, by their names in `ForeignModel`."""
         return _tensors(self.content).shapes | _tensors(self.content).kept
 
@@ -115,11 +119,15 @@ class ForeignConfig:
         """Positions that a position of this layer attends to; None: all before it."""
         return self.windows[layer]
 
-    def keys(self, name: str) -> tuple[str, ...]:
-        """Names that files may have for `name`, one of `shapes`; the first is the one to write."""
-        key, known = name.removeprefix(INNER), _tensors(self.content)
-        every = (known.stored[key], key, *known.tied.get(key, ()))
-        return tuple(dict.fromkeys((*every, *(each.removeprefix(known.prefix) for each in every))))
+    def forms(self, name: str) -> tuple[tuple[Piece, ...], ...]:
+        """What files may have for `name`, one of `shapes`: tensors whose elements, one after the other, are
+        its own. The first form is the one to write."""
+        key, known, shape = name.removeprefix(INNER), _tensors(self.content), self.shapes[name]
+        every = (known.stored[key], *((Piece(each, shape),) for each in (key, *known.tied.get(key, ()))))
+        bare = (
+            tuple(Piece(each.key.removeprefix(known.prefix), each.shape) for each in form) for form in every
+        )
+        return tuple(dict.fromkeys((*every, *bare)))
 
     def is_computed(self, key: str) -> bool:
         """Whether files may have a tensor of this name that is no parameter: a table that can be computed."""
@@ -134,9 +142,9 @@ class ForeignConfig:
 class _Tensors:
     """The tensors of a model, and their names in files."""
 
-    shapes: dict[str, tuple[int, ...]]  # of parameters
-    kept: dict[str, tuple[int, ...]]  # of buffers in files
-    stored: dict[str, str]  # the name in files
+    shapes: dict[str, Shape]  # of parameters
+    kept: dict[str, Shape]  # of buffers in files
+    stored: dict[str, tuple[Piece, ...]]  # what transformers writes for it
     tied: dict[str, tuple[str, ...]]  # a parameter's other names
     prefix: str  # of most names, which some files leave out
     computed: re.Pattern[str]  # names in files that are no parameters
@@ -149,6 +157,9 @@ class ForeignModel(nn.Module):
         super().__init__()
         self.config = config
         self.inner = config.built()
+        self.balance: Tensor | None = None
+        """What the last forward for training adds to the loss of each token so that routers send tokens to
+        all experts: only if config.json asks for it, as transformers does."""
         self._recomputes = False
         # transformers 5.24 gave it a new name.
         known = inspect.signature(type(self.inner).forward).parameters
@@ -204,8 +215,17 @@ class ForeignModel(nn.Module):
             more |= {self._cache_name: cache.kept, "use_cache": True}
         # A cache has no gradients of older tokens.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            logits = self.inner(input_ids=tokens, **more).logits
+            found = self.inner(input_ids=tokens, **more)
+        logits, balance = found.logits, getattr(found, "aux_loss", None)
+        self.balance = (
+            self._balance_weight * balance if self.training and isinstance(balance, Tensor) else None
+        )
         return cast(Tensor, logits[:, -1:] if last_only else logits)
+
+    @property
+    def _balance_weight(self) -> float:
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        return float(next(getattr(self.inner, name) for name in names if hasattr(self.inner, name)))
 
     def new_cache(self, capacity: int) -> ForeignCache:
         """An empty cache for one sequence; it grows as needed."""
@@ -251,7 +271,7 @@ def _tensors(content: str) -> _Tensors:
     return _Tensors(
         shapes={INNER + name: tuple(each.shape) for name, each in named.items()},
         kept={INNER + name: tuple(each.shape) for name, each in kept.items()},
-        stored=_stored(model, named | kept),
+        stored=stored(model, named | kept),
         tied={
             name: tuple(other for other in names_of[id(each)] if other != name)
             for name, each in named.items()
@@ -259,23 +279,6 @@ def _tensors(content: str) -> _Tensors:
         prefix=f"{model.base_model_prefix}.",
         computed=re.compile("|".join(ignored)),
     )
-
-
-def _stored(model: Any, named: dict[str, Tensor]) -> dict[str, str]:
-    """The names that transformers gives these in files. ValueError if it stores one in several tensors,
-    as it does with experts."""
-    found = {name: name for name in named}
-    with contextlib.suppress(ImportError):  # until version 5 they were the same
-        from transformers.core_model_loading import revert_weight_conversion
-
-        for name, each in named.items():
-            several = revert_weight_conversion(model, {name: each})
-            if len(several) != 1:
-                raise ValueError(
-                    f"files have {name} in {len(several)} tensors, which are not put together here"
-                )
-            found[name] = next(iter(several))
-    return found
 
 
 def _built(content: str) -> Any:
@@ -304,6 +307,7 @@ def _built(content: str) -> Any:
         raise ValueError(f"transformers builds no language model of it: {reason}") from error
     if kind not in APART and not all(getattr(config, key, True) for key in ("is_decoder", "causal")):
         raise ValueError(f"{kind} is an encoder: its tokens see those behind them")
+    cast_experts(model)
     # Gemma 4's heads are wider in some layers: plans take the width of the others.
     model.config.get_text_config().allow_global_per_layer_attribute_access = True
     return model

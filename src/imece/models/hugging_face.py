@@ -6,6 +6,7 @@ kind that `Transformer` cannot be is transformers' own (foreign.py).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -23,8 +24,7 @@ from imece.models.foreign import ForeignConfig, NotInstalledError
 from imece.models.hugging_face_config import Json, OtherKindError, content_of, shape_from
 from imece.models.language_model import LanguageConfig, outline
 from imece.models.shape import TransformerConfig
-
-Shape = tuple[int, ...]
+from imece.models.stored import Piece, Shape
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -83,10 +83,11 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{_IN_BLOCK[part]}.{kind}"
 
 
-def keys_of(config: LanguageConfig, name: str) -> tuple[str, ...]:
-    """Names that files may have for a parameter; the first is the one to write. ValueError for an unknown
-    parameter."""
-    return config.keys(name) if isinstance(config, ForeignConfig) else (hugging_face_name(name),)
+def _forms(config: LanguageConfig, name: str, shape: Shape) -> tuple[tuple[Piece, ...], ...]:
+    """As `ForeignConfig.forms`. ValueError for an unknown parameter."""
+    if isinstance(config, ForeignConfig):
+        return config.forms(name)
+    return ((Piece(hugging_face_name(name), shape),),)
 
 
 def to_hugging_face(
@@ -97,7 +98,7 @@ def to_hugging_face(
     end: int | None = None,
     like: str | None = None,
 ) -> tuple[Json, Iterator[tuple[str, Tensor]]]:
-    """(content of config.json for files in `dtype`, the tensors with their new names, unchanged).
+    """(content of config.json for files in `dtype`, the tensors of files with their names, unchanged).
 
     `tensors` are those of the model's `named_parameters` in any order. They are taken one by one while the
     second result is read; so its errors come then: ValueError for a tensor too many, too few, or of a wrong
@@ -128,12 +129,13 @@ def from_hugging_face(folder: Path | str) -> tuple[TransformerConfig, dict[str, 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies on the disk."""
+    """Where elements of a tensor of the model, in order, lie on the disk."""
 
     path: Path
-    key: str  # its name there
+    key: str  # their tensor's name there
     start: int  # bytes from the start of the file
     dtype: torch.dtype
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class HuggingFaceModel:
 
     folder: Path
     config: LanguageConfig
-    _places: Mapping[str, _Place] = field(repr=False)
+    _places: Mapping[str, tuple[_Place, ...]] = field(repr=False)
 
     @classmethod
     def open(cls, folder: Path | str) -> HuggingFaceModel:
@@ -160,30 +162,37 @@ class HuggingFaceModel:
         return cls(folder, config, _places(folder, _files(folder), config))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file of the tensor with this name in the model."""
-        return self._places[name].dtype
+        """The dtype in the files of the tensor with this name in the model; of several, one that has the
+        values of all."""
+        return functools.reduce(torch.promote_types, (place.dtype for place in self._places[name]))
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor with this name in the model, in the dtype of the file. UserError if it cannot be
-        read."""
+        """The tensor with this name in the model, in that dtype. UserError if it cannot be read."""
         shape = shapes_of(self.config)[name]
         return self.slice(name, 0, math.prod(shape)).view(shape)
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, [stop - start]. UserError if they cannot be read."""
-        place = self._places[name]
-        out = torch.empty(stop - start, dtype=place.dtype, device="cpu")
-        left, at = out.view(torch.uint8).numpy().data, place.start + start * out.itemsize
-        try:
-            with place.path.open("rb", buffering=0) as file:
-                while left:
-                    got = os.preadv(file.fileno(), [left], at)
-                    if not got:
-                        raise UserError(f"{place.path}: cannot be read (it ends too early): get it again")
-                    left, at = left[got:], at + got
-        except OSError as error:
-            raise UserError(f"{place.path}: cannot be read ({error.strerror}): get it again") from error
+        out = torch.empty(stop - start, dtype=self.dtype(name), device="cpu")
+        for place, first, last, at in self._within(name, start, stop):
+            part = out[at : at + last - first]
+            if place.dtype == out.dtype:
+                _read(place, first, part)
+            else:
+                own = torch.empty(len(part), dtype=place.dtype, device="cpu")
+                _read(place, first, own)
+                part.copy_(own)
         return out
+
+    def _within(self, name: str, start: int, stop: int) -> Iterator[tuple[_Place, int, int, int]]:
+        """(place, its elements [first, last), how far behind `start` they are) of the elements
+        [start, stop)."""
+        begin = 0
+        for place in self._places[name]:
+            first, last = max(start, begin) - begin, min(stop, begin + place.elements) - begin
+            if first < last:
+                yield place, first, last, begin + first - start
+            begin += place.elements
 
     @torch.no_grad()
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
@@ -195,11 +204,11 @@ class HuggingFaceModel:
         for at in range(0, len(flat), _CHUNK):
             part = flat[at : at + _CHUNK]
             part.copy_(self.slice(name, start + at, start + at + len(part)))
-            if not part.isfinite().all():
-                place = self._places[name]
-                raise UserError(
-                    f"{place.path}: {place.key} has numbers that are not finite: get the file again"
-                )
+            for place, first, last, there in self._within(name, start + at, start + at + len(part)):
+                if not part[there : there + last - first].isfinite().all():
+                    raise UserError(
+                        f"{place.path}: {place.key} has numbers that are not finite: get the file again"
+                    )
 
 
 def read_config(path: Path) -> LanguageConfig:
@@ -228,8 +237,9 @@ def _foreign(content: Json, other: OtherKindError) -> ForeignConfig:
 
 
 def hugging_face_shapes(config: LanguageConfig) -> dict[str, Shape]:
-    """The shapes of all tensors by Hugging Face's names, in the order of the model."""
-    return {keys_of(config, name)[0]: shape for name, shape in shapes_of(config).items()}
+    """The shapes of all tensors of files by their names there, in the order of the model."""
+    forms = (_forms(config, name, shape)[0] for name, shape in shapes_of(config).items())
+    return {piece.key: piece.shape for form in forms for piece in form}
 
 
 def generation_config(end: int) -> Json:
@@ -258,7 +268,11 @@ def _renamed(config: LanguageConfig, tensors: Iterable[tuple[str, Tensor]]) -> I
         if shape != tuple(tensor.shape):
             wanted = "is none of this model's, or came twice" if shape is None else f"should be {list(shape)}"
             raise ValueError(f"{name}, {list(tensor.shape)}, {wanted}")
-        yield keys_of(config, name)[0], tensor.detach()
+        flat, start = tensor.detach().reshape(-1), 0
+        for piece in _forms(config, name, shape)[0]:
+            stop = start + math.prod(piece.shape)
+            yield piece.key, flat[start:stop].view(piece.shape)
+            start = stop
     if expected:
         raise ValueError(f"{len(expected)} tensors are missing, such as {next(iter(expected))}")
 
@@ -270,30 +284,39 @@ def shapes_of(config: LanguageConfig) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in outline(config).named_parameters()}
 
 
-def _places(folder: Path, files: Mapping[str, Path], config: LanguageConfig) -> dict[str, _Place]:
+def _places(folder: Path, files: Mapping[str, Path], config: LanguageConfig) -> dict[str, tuple[_Place, ...]]:
     """Where each of the model's tensors lies, by the model's names. UserError if the files' headers do not
     agree with the config."""
-    shapes = shapes_of(config)
-    named = {name: keys_of(config, name) for name in shapes}
-    keys = {name: next((key for key in several if key in files), None) for name, several in named.items()}
-    if missing := [named[name][0] for name, key in keys.items() if key is None]:
+    forms = {name: _forms(config, name, shape) for name, shape in shapes_of(config).items()}
+    found = {
+        name: next((form for form in several if all(piece.key in files for piece in form)), None)
+        for name, several in forms.items()
+    }
+    missing = [
+        piece.key
+        for name, form in found.items()
+        if form is None
+        for piece in forms[name][0]
+        if piece.key not in files
+    ]
+    if missing:
         more = f", nor {len(missing) - 1} more" if missing[1:] else ""
         raise UserError(
             f"{folder}: there is no tensor {missing[0]}{more}, but {CONFIG} asks for it: get the folder again"
         )
-    known = {key for several in named.values() for key in several}
+    known = {piece.key for several in forms.values() for form in several for piece in form}
     if extra := [key for key in files if key not in known and not _is_computed(config, key)]:
         raise UserError(
             f"{folder}: {some(extra, _SHOWN)}, of which {CONFIG} knows nothing: get the folder "
             "again, or name another"
         )
-    headers = {path: _header(path) for path in dict.fromkeys(files[key] for key in keys.values() if key)}
-    places = {}
-    for name, key in keys.items():
-        assert key is not None
-        begins, header = headers[files[key]]
-        places[name] = _place(files[key], key, begins, header.get(key), shapes[name])
-    return places
+    chosen = {name: form for name, form in found.items() if form is not None}
+    paths = dict.fromkeys(files[piece.key] for form in chosen.values() for piece in form)
+    headers = {path: _header(path) for path in paths}
+    return {
+        name: tuple(_place(files[piece.key], piece, *headers[files[piece.key]]) for piece in form)
+        for name, form in chosen.items()
+    }
 
 
 def _is_computed(config: LanguageConfig, key: str) -> bool:
@@ -301,7 +324,8 @@ def _is_computed(config: LanguageConfig, key: str) -> bool:
     return key.endswith(_COMPUTED) or (isinstance(config, ForeignConfig) and config.is_computed(key))
 
 
-def _place(path: Path, key: str, begins: int, entry: Json | None, shape: Shape) -> _Place:
+def _place(path: Path, piece: Piece, begins: int, header: Json) -> _Place:
+    key, entry = piece.key, header.get(piece.key)
     if entry is None:
         raise UserError(f"{path}: it has no {key}, but {INDEX} says so: get both files again, from one place")
     if entry["dtype"] not in _DTYPES:
@@ -309,12 +333,28 @@ def _place(path: Path, key: str, begins: int, entry: Json | None, shape: Shape) 
             f"{path}: {key} is {entry['dtype']}, so quantised; only floating point of 16 bits or more can "
             "be read: get the model as it was before"
         )
-    if tuple(entry["shape"]) != shape:
+    if tuple(entry["shape"]) != piece.shape:
         raise UserError(
-            f"{path}: {key} is {entry['shape']}, by {CONFIG} it is {list(shape)}: get both files again, from "
-            "one place"
+            f"{path}: {key} is {entry['shape']}, by {CONFIG} it is {list(piece.shape)}: get both "
+            "files again, from one place"
         )
-    return _Place(path, key, begins + int(entry["data_offsets"][0]), _DTYPES[entry["dtype"]])
+    start = begins + int(entry["data_offsets"][0])
+    return _Place(path, key, start, _DTYPES[entry["dtype"]], math.prod(piece.shape))
+
+
+def _read(place: _Place, start: int, out: Tensor) -> None:
+    """Fill `out`, on the CPU and of the file's dtype, with the place's elements from `start` on. UserError if
+    they cannot be read."""
+    left, at = out.view(torch.uint8).numpy().data, place.start + start * out.itemsize
+    try:
+        with place.path.open("rb", buffering=0) as file:
+            while left:
+                got = os.preadv(file.fileno(), [left], at)
+                if not got:
+                    raise UserError(f"{place.path}: cannot be read (it ends too early): get it again")
+                left, at = left[got:], at + got
+    except OSError as error:
+        raise UserError(f"{place.path}: cannot be read ({error.strerror}): get it again") from error
 
 
 def _header(path: Path) -> tuple[int, Json]:

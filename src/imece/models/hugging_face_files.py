@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imece.models.hugging_face import INDEX, WEIGHTS, Shape
+from imece.models.hugging_face import INDEX, WEIGHTS
+from imece.models.stored import Shape
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK = 4 << 20  # elements converted at a time

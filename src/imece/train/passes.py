@@ -95,7 +95,9 @@ class InTurn:
                     logits = self._model(each.inputs, positions=self._positions, begins=each.begins)
                     loss = mean_nats(logits, each.targets)
                 with self._clock.phase("backward"):
-                    weighed = self._model.weigh(loss, each.tokens)
+                    balance = getattr(self._model.module, "balance", None)  # of a mixture's experts
+                    learned = loss if balance is None else loss + balance
+                    weighed = self._model.weigh(learned, each.tokens)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
             if each.tokens:
                 nats += loss.detach().double() * each.tokens
