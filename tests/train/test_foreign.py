@@ -157,13 +157,20 @@ def test_what_only_a_model_of_ours_can(tmp_path: Path, kind: str, more: list[str
 
 
 def test_is_planned_with_all_its_parameters() -> None:
-    """Also if the planner does not know its kind."""
+    """Also if the planner does not know its kind; of experts few work for a token."""
     pytest.importorskip("transformers")
     codegen = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
-    for kind, content in {"gpt2": _GPT2, "gemma2": _GEMMA2, "codegen": codegen}.items():
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    mixtures: dict[str, Any] = {
+        "mixtral": {**experts, "num_local_experts": 8},
+        "qwen2_moe": {**experts, "num_experts": 8, "shared_expert_intermediate_size": 12},
+    }
+    kinds = {"gpt2": _GPT2, "gemma2": _GEMMA2, "codegen": codegen}
+    for kind, content in {**kinds, **{kind: _GEMMA2 | more for kind, more in mixtures.items()}}.items():
         config = ForeignConfig.of(content | {"model_type": kind})
         found = planned("x", config)
         assert found.parameters == config.parameter_count and found.layers == config.layers, kind
+        assert (found.experts, found.active_experts) == ((8, 2) if kind in mixtures else (0, 0)), kind
     gpt2 = ForeignConfig.of(_GPT2 | {"n_embd": 128, "n_layer": 4, "model_type": "gpt2"})
     for targets, sides in (((), 4 + 2 + 5 + 5), (("c_attn", "mlp.c_proj"), 4 + 5)):
         lora = LoraSection(rank=3, targets=targets)

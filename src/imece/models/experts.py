@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_k")
 _THEIRS, _OURS = "grouped_mm", "grouped_mm_in_autocast"
 
 
@@ -21,6 +23,15 @@ def cast_experts(model: Any) -> None:
 
         ALL_EXPERTS_FUNCTIONS.register(_OURS, _experts)
         model.set_experts_implementation(_OURS)
+
+
+def experts_of(config: Any) -> tuple[int, int]:
+    """(experts of a layer, those that a token goes to) of a model of transformers; (0, 0) without."""
+    text, found = config.get_text_config(), []
+    for names in (_EXPERTS, _ACTIVE):
+        said = (getattr(text, name, None) for name in names)
+        found.append(next((each for each in said if isinstance(each, int)), 0))
+    return (found[0], found[1]) if 0 < found[1] <= found[0] else (0, 0)
 
 
 def _experts(module: nn.Module, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

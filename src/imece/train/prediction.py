@@ -15,6 +15,7 @@ import torch
 from imece.errors import UserError
 from imece.footprint import DIVIDED, Footprint
 from imece.mesh import Mesh
+from imece.models.experts import experts_of
 from imece.models.foreign import ForeignConfig
 from imece.models.language_model import LanguageConfig
 from imece.models.matrices import matrices_of
@@ -187,18 +188,22 @@ def _adapters(lora: LoraSection) -> Adapters:
 
 
 def planned(name: str, shape: LanguageConfig) -> Model:
-    """The model as the planner sees it; one that it does not know has an MLP that makes up for the rest."""
+    """The model as the planner sees it; one that it does not know has an MLP, or experts, that make up for
+    the rest."""
     if not isinstance(shape, ForeignConfig):
         return from_shape(name, shape)
+    built = shape.built()
     with contextlib.suppress(ValueError):
-        return replace(of_module(shape.built(), name), max_seq=shape.max_seq)
+        return replace(of_module(built, name), max_seq=shape.max_seq)
+    experts, active = experts_of(built.config)
     heads, kv_heads = shape.heads, shape.kv_heads if shape.heads % shape.kv_heads == 0 else shape.heads
     model = Model(
         name, shape.layers, shape.width, heads, kv_heads, shape.head_width, 1, gated=True,
         vocab_size=shape.vocab_size, tied_head=shape.tied_head, max_seq=shape.max_seq, ours=False,
+        experts=experts, active_experts=active,
     ).with_vectors(0, 0)  # fmt: skip
     layer, more = divmod(shape.parameter_count - model.parameters, shape.layers)
-    mlp, vectors = divmod(max(0, layer), 3 * shape.width)
+    mlp, vectors = divmod(max(0, layer), 3 * shape.width * max(1, experts))
     return replace(model, mlp_width=1 + mlp, vectors=vectors, others=more)
 
 
