@@ -131,8 +131,8 @@ def no_room_for_checkpoints() -> None:
         return Checkpoints(*args, **options)
 
     mock.patch("imece.train.session.Checkpoints", checkpoints).start()
-    for name in ("imece.train.start.write_whole", "imece.train.finish.write_whole"):  # of small files
-        mock.patch(name, side_effect=OSError(errno.ENOSPC, "No space left on device")).start()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    mock.patch("imece.observe.run_files.write_whole", side_effect=full).start()  # of small files
 
 
 def full_disk(folder: str) -> list[str]:

@@ -23,7 +23,7 @@ from imece.train.origin import trained_model
 from imece.train.run_folder import RunFolder
 from tests.train.command import in_fork, train
 from tests.train.compare import exact, last, records
-from tests.train.test_adapters import STRATEGIES, same
+from tests.train.test_adapters import STRATEGIES, four_bits_apart, same
 from tests.train.test_foreign import write_foreign
 from tests.train.test_origin import SEQ, ready, words
 
@@ -194,32 +194,17 @@ def test_transformers_loads_the_same_four_bits(
     runs: tuple[Path, dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    import peft
-    import transformers
-
     folder, told = runs
     run, out = folder / "nf4", tmp_path / "adapter"
     assert "QLoRA (nf4) rank 3 on 1 layer a block" in told["nf4"]
-    assert main(["export", str(run), str(out), "--to=adapter", "--which=last"]) == 0
-    printed = capsys.readouterr().out.partition("quantization_config=")[2].strip().removesuffix(")")
-    quantised = eval(printed, {"BitsAndBytesConfig": transformers.BitsAndBytesConfig})
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "gpt2", dtype=torch.float32, device_map="cpu", quantization_config=quantised
-    )
-    model = peft.PeftModel.from_pretrained(base, out).eval()
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # it rounds to bf16, and needs other widths
-    ours, _ = trained_model(RunFolder(run), "last")
-    tokens = torch.randint(290, (2, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert float((model(tokens).logits - ours(tokens)).abs().max()) < 1e-4
+    assert four_bits_apart(run, folder / "gpt2", out, capsys) < 1e-4
     assert [*json.loads((out / "adapter_config.json").read_text())["target_modules"]] == [
         "transformer.h.0.attn.c_proj", "transformer.h.1.attn.c_proj"
     ]  # fmt: skip
     assert main(["eval", str(run), "--which=last", "--json"]) == 0
     nats = json.loads(capsys.readouterr().out)["model"]["nats_per_token"]
     assert nats == pytest.approx(records(run)[-1]["val_loss"], abs=1e-5)
+    ours, _ = trained_model(RunFolder(run), "last")
     weight = ours.get_parameter("inner.transformer.h.0.mlp.c_fc.weight").detach().T
     assert all(len(block.unique()) <= 16 for block in weight.reshape(-1, 64))
 

@@ -18,7 +18,7 @@ from imece.checkpoint.names import OPTIMIZER
 from imece.checkpoint.plain import by_key, value_of
 from imece.checkpoint.sliced import Entries, slices_of
 from imece.checkpoint.staged import place_of
-from imece.checkpoint.weights import together
+from imece.checkpoint.weights import on_all
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.optimizer import parameters_of
@@ -85,7 +85,7 @@ def _gathered(model: ShardedDataParallel, optimizer: Optimizer) -> dict[str, dic
 
     pieces: dict[str, Slice] = {
         name: value
-        for name, value in slices_of(model, together(model, entries)).items()
+        for name, value in slices_of(model, on_all(model, entries)).items()
         if name.startswith(OPTIMIZER) and isinstance(value, Slice)
     }
     group, device = model.process_group, model.device

@@ -32,8 +32,8 @@ from imece.checkpoint.weights import (
     fill,
     kept_names,
     keys_of,
+    on_all,
     shaped,
-    together,
     with_extra_state,
 )
 from imece.data_parallel.optimizer import parameters_of
@@ -209,11 +209,11 @@ class TrainingState:
         check_shapes(saved, {name: shape for name, shape in shapes.items() if MODEL + name not in skipped})
         self._base.begin()
         if any(name.startswith((LEFT_OUT, BESIDE)) for name in saved.names()):
-            expected = together(self._model, lambda: Expected.by(saved))
+            expected = on_all(self._model, lambda: Expected.by(saved))
             expected.check(self._model, self._base.digests, saved.folder)
         if isinstance(self._model, ShardedDataParallel):
             # A mistake may be in a part that one rank has: the others would wait for it below.
-            together(self._model, lambda: self._fill(saved))
+            on_all(self._model, lambda: self._fill(saved))
             self._model.take_over_masters()
         else:
             self._fill(saved)

@@ -69,7 +69,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
         check_shapes(as_part(saved, model), shapes, strict)
         return saved, Expected.by(saved)
 
-    saved, expected = together(model, look)
+    saved, expected = on_all(model, look)
     # All have found the same, so one rank reports what was passed over. And no rank writes into shared memory
     # while another still reads.
     _check_same(model, saved)
@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
             print(f"imece: damaged, so an older checkpoint is used: {line}", file=sys.stderr, flush=True)
     if strict:
         expected.check(model, Digests(model), saved.folder)
-    together(model, lambda: fill(model, as_part(saved, model)))
+    on_all(model, lambda: fill(model, as_part(saved, model)))
     if isinstance(model, DistributedDataParallel):
         model.take_over_masters()
     kept = kept_names(saved)
@@ -193,7 +193,7 @@ def check_shapes(saved: Source, wanted: Mapping[str, tuple[int, ...]], strict: b
         )
 
 
-def together(model: nn.Module, call: Callable[[], Result]) -> Result:
+def on_all(model: nn.Module, call: Callable[[], Result]) -> Result:
     """Run `call()`, which makes no collective, on all ranks of a model; a UserError on one is raised
     on all."""
     if not isinstance(model, DistributedDataParallel):

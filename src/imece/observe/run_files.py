@@ -1,16 +1,19 @@
-"""Reads what a run folder holds, complete or not: the run may still be going on, or have been cut short."""
+"""What a run folder holds, complete or not: the run may still be going on, or have been cut short."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from imece.observe.metrics import read_metrics
+from imece.writing import write_whole
 
 Json = dict[str, Any]
 ENDED = "ended"
@@ -96,6 +99,13 @@ def as_argument(path: str | Path) -> str:
     """A path quoted for the shell, and so that a command does not take it for an option."""
     name = str(path)
     return shlex.quote(f"./{name}" if name.startswith("-") else name)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of a run that is under way. A full disk is no error: it is reported where figures and
+    checkpoints are written."""
+    with contextlib.suppress(OSError):
+        write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), durable=True)
 
 
 def _json(path: Path) -> Json:

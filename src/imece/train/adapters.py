@@ -22,7 +22,7 @@ from torch.utils import swap_tensors
 
 from imece.checkpoint.load import Source
 from imece.checkpoint.names import MODEL
-from imece.checkpoint.weights import held, together
+from imece.checkpoint.weights import held, on_all
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.listing import many, some
@@ -114,7 +114,7 @@ def begin_beside(config: TrainConfig, base: Source, model: DistributedDataParall
             else:
                 base.fill(memory, MODEL + of_base, start)
 
-    together(model, read)
+    on_all(model, read)
     model.take_over_masters()
 
 

@@ -19,14 +19,13 @@ from imece.listing import many
 from imece.models.generate import LogitsError, generate
 from imece.observe.loss_plot import write_loss_plot
 from imece.observe.report import write_report
-from imece.observe.run_files import BY_SOURCE, CHECKPOINT, ENDED, as_argument
+from imece.observe.run_files import BY_SOURCE, CHECKPOINT, ENDED, as_argument, write_json
 from imece.observe.units import duration, si
 from imece.train.loop import Loop
 from imece.train.origin import trained_model
 from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
 from imece.train.watching import Watching
-from imece.writing import write_whole
 
 _SAMPLE_TOKENS = 160
 _SAMPLE_SEED = 1
@@ -259,8 +258,7 @@ def _sample(session: Session, prompt: str | _Question) -> dict[str, str] | None:
 
 def _write(session: Session, summary: dict[str, Any]) -> None:
     path = session.folder.path
-    content = json.dumps(summary, indent=2) + "\n"
-    with contextlib.suppress(OSError):  # a full disk: the checkpoint mattered more, and reported it
-        write_whole(path / "summary.json", content.encode(), durable=True)
+    write_json(path / "summary.json", summary)
+    with contextlib.suppress(OSError):  # as for that file
         write_loss_plot(path)
         write_report(path)

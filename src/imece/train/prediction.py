@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from imece.models.foreign import ForeignConfig
 from imece.models.language_model import LanguageConfig
 from imece.models.matrices import matrices_of
 from imece.observe.metrics import read_metrics
+from imece.observe.run_files import write_json
 from imece.observe.units import gigabytes, milliseconds
 from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Candidate, framework_on, judge, with_usual_buckets
@@ -39,7 +39,6 @@ from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
 from imece.train.dividing import train_units
 from imece.train.precision import Precision
-from imece.writing import write_whole
 
 _WARM = 3  # slower steps at the beginning, not counted
 FIRST_STEP_BYTES = 70 << 20
@@ -245,11 +244,9 @@ def _counted(setup: Setup, cluster: Cluster) -> dict[str, int]:
 
 
 def keep(folder: Path, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:
-    """Write plan.json into the run folder. A full disk is reported by whoever writes figures and
-    checkpoints."""
+    """Write plan.json into the run folder."""
     content = {"version": VERSION, "predicted": prediction.as_json(), "measured": measured}
-    with contextlib.suppress(OSError):
-        write_whole(folder / PLAN_FILE, (json.dumps(content, indent=2) + "\n").encode(), durable=True)
+    write_json(folder / PLAN_FILE, content)
 
 
 def measured(folder: Path, counted: Footprint, since: int) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from signal import Signals
 
 import torch
@@ -22,7 +20,7 @@ from imece.device import usable_gpus
 from imece.errors import UserError
 from imece.membership.recovery import Recovered
 from imece.observe.environment import environment
-from imece.observe.run_files import as_argument
+from imece.observe.run_files import as_argument, write_json
 from imece.system.control_groups import usable_cores
 from imece.system.open_files import TRAIN, check_open_files
 from imece.train.adapters import check_libraries
@@ -45,7 +43,6 @@ from imece.train.session import Session
 from imece.train.stopping import Stop
 from imece.train.watching import Watching
 from imece.world import read_world
-from imece.writing import write_whole
 
 Progress = Callable[[str, int, int], None]
 
@@ -164,7 +161,7 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
     watching = Watching(path, mesh.rank, config.steps, session.done, session.alarms)
     try:
         if mesh.rank == 0:
-            _note_environment(path)
+            write_json(path / "environment.json", environment())
             if joined is None:  # before any step, because a rank that joins reads it
                 keep(path, session.prediction)
         if joined is None:
@@ -225,9 +222,3 @@ def _run(session: Session, loop: Loop, watching: Watching, joined: Recovered | N
             if another is failed:  # no rank's end explains it
                 raise
             error = another
-
-
-def _note_environment(folder: Path) -> None:
-    content = json.dumps(environment(), indent=2) + "\n"
-    with contextlib.suppress(OSError):  # a full disk is reported by whoever writes figures and checkpoints
-        write_whole(folder / "environment.json", content.encode(), durable=True)
