@@ -23,6 +23,7 @@ from imece.launch.local import launch
 from imece.listing import many
 from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
+from imece.train.adapters import check_asked
 from imece.train.config import TrainConfig, defaults
 from imece.train.config_file import read_toml, to_toml
 from imece.train.drift import DriftError
@@ -148,7 +149,7 @@ def read_config(words: list[str]) -> TrainConfig:
                 f"{config.model.weights}: name another folder with --run"
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
-    config.check_adapters()
+    check_asked(config)
     config.data.source().check_weights()
     _check_effects(words, config)
     return config

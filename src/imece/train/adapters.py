@@ -30,13 +30,36 @@ from imece.membership.pieces import Pieces
 from imece.models.language_model import LanguageConfig, LanguageModel
 from imece.models.matrices import matrices_of
 from imece.observe.units import si
-from imece.train.config import LoraSection, TrainConfig
+from imece.train.config import LoraSection, TrainConfig, flat
 from imece.train.precision import Precision
 
 ADAPTER_A, ADAPTER_B = ".lora_A.default.weight", ".lora_B.default.weight"
 _BASE = ".base_layer"
 _QUANT_TYPE = "nf4"
 _SHOWN = 12  # names of matrices in a message
+
+
+def check_asked(config: TrainConfig) -> None:
+    """UserError if adapters are asked for together with an option that they do not support, or options of
+    theirs without them."""
+    if not config.lora.rank:
+        usual = flat(LoraSection())
+        if given := [name for name, value in flat(config.lora).items() if value != usual[name]]:
+            raise UserError(
+                f"--lora.{given[0]} without --lora.rank: name a rank, such as 16, or leave it out"
+            )
+        return
+    asked = f"--lora.rank {config.lora.rank}"
+    if not config.model.weights:
+        raise UserError(
+            f"{asked}: adapters stand beside a model that is trained already: name its folder with --from, "
+            "or leave that option out"
+        )
+    if config.optimizer.kind != "adamw":
+        raise UserError(
+            f"{asked} and --optimizer.kind {config.optimizer.kind}: adapters are trained with adamw: leave "
+            "one of them out"
+        )
 
 
 def check_libraries(lora: LoraSection, *, to_train: bool = True) -> None:

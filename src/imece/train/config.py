@@ -43,8 +43,6 @@ OF_MODEL = "model"  # the tokenizer of the model that the run begins from
 
 MOST = 2**63 - 1  # of whole numbers: tensors, files and TOML hold none larger
 _LEAST_EPS = 1e-37  # anything much smaller is 0 in float32, and an update from a gradient of 0 would be 0/0
-
-
 _MOST_EPOCHS = 1_000_000
 _MOST_PARTS = 100_000
 """Most parts in which drift is compared, one per step: all of them are listed in memory."""
@@ -479,27 +477,6 @@ class TrainConfig:
             )
         if tokenizer == OF_MODEL and not weights:
             raise UserError(f"--data.tokenizer {OF_MODEL}: that of --from FOLDER, which is not given")
-
-    def check_adapters(self) -> None:
-        """UserError if adapters are asked for together with an option that they do not support."""
-        if not self.lora.rank:
-            usual = flat(LoraSection())
-            if given := [name for name, value in flat(self.lora).items() if value != usual[name]]:
-                raise UserError(
-                    f"--lora.{given[0]} without --lora.rank: name a rank, such as 16, or leave it out"
-                )
-            return
-        asked = f"--lora.rank {self.lora.rank}"
-        if not self.model.weights:
-            raise UserError(
-                f"{asked}: adapters stand beside a model that is trained already: name its folder with "
-                "--from, or leave that option out"
-            )
-        if self.optimizer.kind != "adamw":
-            raise UserError(
-                f"{asked} and --optimizer.kind {self.optimizer.kind}: adapters are trained with adamw: leave "
-                "one of them out"
-            )
 
 
 def defaults(weights: str, rank: int) -> TrainConfig:
