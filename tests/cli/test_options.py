@@ -32,6 +32,7 @@ class Options:
     heat: float = 200.0
     glaze: Literal["milk"] | None = None
     crumbs: int | None = None
+    cups: Annotated[int, tyro.conf.arg(aliases=["-c", "--bowls"])] = 1
 
     def __post_init__(self) -> None:
         if self.oven_count < 1:
@@ -108,6 +109,9 @@ def test_help_on_the_narrowest_of_screens(
             "--sizes: not numbers with spaces between them: '4', 'x' (see imece bake --help)",
         ),
         (["--crumbs", "x"], "--crumbs: not a whole number: 'x' (see imece bake --help)"),
+        (["-c", "x"], "-c: not a whole number: 'x' (see imece bake --help)"),
+        (["--bowls=x"], "--bowls: not a whole number: 'x' (see imece bake --help)"),
+        (["--cups"], "--cups has no value: say one after it"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:

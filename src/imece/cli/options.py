@@ -39,6 +39,7 @@ _CHOICE = re.compile(
     r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\."
 )  # with line breaks where tyro wraps
 _NARROWEST = 40  # columns in which a page of help can be read
+_NAMES = re.compile(r"-[\w.-]+(?:/-[\w.-]+)+")  # all names of one option
 _UNKNOWN = "Unrecognized options: "
 _NO_NUMBERS = re.compile(r"Could not find valid parse for arguments: \[(.*)\]")
 _NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
@@ -218,6 +219,12 @@ def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
     return bare.get((begun[0] if len(begun) == 1 else nearest(word, bare)) or "")
 
 
+def _typed(names: Sequence[str], argv: Sequence[str]) -> str:
+    """Of the names of one option the one in `argv`, or all."""
+    words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    return next((name for name in names if name in words), "/".join(names))
+
+
 def _of_value(message: str, argv: Sequence[str]) -> str | None:
     """tyro's message about a wrong choice or a missing value, with the option in front."""
     if wrong := _CHOICE.fullmatch(message):
@@ -262,6 +269,7 @@ def _with_hint(
     elsewhere: Mapping[str, str],
 ) -> str:
     """`message` with the nearest option if one does not exist, or with where to find the options."""
+    message = _NAMES.sub(lambda found: _typed(found[0].split("/"), argv), message)
     own_check = f"Error parsing {config_class.__name__}: "
     if message.startswith(own_check):
         return message.removeprefix(own_check)

@@ -69,7 +69,7 @@ def lacking(ranks: int, files: Files, allowed: int) -> str | None:
     if needed <= allowed:
         return None
     most = most_ranks(files, allowed)
-    fewer = f", or start {most} at most" if most > 0 else ""
+    fewer = f", or start {most:,} at most" if most > 0 else ""
     return (
         f"{many(ranks, 'rank')} need {needed:,} open files, and {allowed:,} are allowed "
         f"(ulimit -Hn): raise that limit (ulimit -n, LimitNOFILE, docker run --ulimit nofile=65536){fewer}"
