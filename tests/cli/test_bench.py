@@ -1,4 +1,4 @@
-"""`imece bench`: promises about its figures, and messages for mistakes."""
+"""`imece bench`: promises about its figures, sizes as they are typed, and small runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from imece.cli.bench import BENCHMARKS
 from imece.cli.bench_values import read_sizes
 from imece.cli.main import main
 from imece.errors import UserError
-from tests.cli.refused import refused
 
 EVERY = "imece.cli.doctor_rank"
 
@@ -149,34 +148,6 @@ def test_sizes_are_read_as_people_write_them() -> None:
     for bad in ("", "0", "-1", "1TiB", "1KiB..", "2KiB..1KiB", "1KiB;2KiB", "9" * 40):
         with pytest.raises(UserError):
             read_sizes(bad)
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["collectivs"], "did you mean collectives?"),
-        (["collectives", "--sizes", "3XB"], "'3XB' is not a size like 64KiB or 6MiB"),
-        (["collectives", "--ranks", "1"], "from 2 to 64 ranks"),
-        (["collectives", "--ranks", "two"], "'two' is not a whole number"),
-        (["collectives", "--ops", "allreduce"], "is not one of all_reduce"),
-        (["collectives", "--against", "nccl"], "is not one of gloo, mpich"),
-        (["collectives", "--rounds", "0"], "at least 1"),
-        (["collectives", "--ops", ","], "--ops ',' names none: name at least one of all_reduce, "),
-        (["collectives", "--plot", "tl"], "--plot tl: name a file that ends in .png or .svg or .pdf"),
-        (["step", "--plot", "out.xyz"], "--plot out.xyz: name a file that ends in .png"),
-        (["collectives", "--no-shared", "--no-ordinary", "--against", ""], "nothing to measure"),
-        (["collectives", "--json", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
-        (["collectives", "--json", "/dev/null/x.json"], "cannot write /dev/null/x.json: Not a directory"),
-        (["hosts", "--rate", "fast"], "is not a rate like 1gbit"),
-        (["hosts", "--rate", "0gbit"], "'0gbit' is not a rate like 1gbit"),
-        (["hosts", "--rate", "0.0mbit"], "'0.0mbit' is not a rate like 1gbit"),
-        (["step", "--ranks", "0"], "from 2 to 64 ranks"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(capsys, "bench", *argv)
 
 
 def test_an_interface_that_is_not_there_is_told_before_ranks_start(

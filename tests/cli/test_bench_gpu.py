@@ -1,4 +1,4 @@
-"""`imece bench gpu`: figures, targets, messages for mistakes, and a whole run on the CPU."""
+"""`imece bench gpu`: figures, targets, and a whole run on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch.autograd import DeviceType
 
 from imece.bench.gpu.gpu import Plan, Results, lines
@@ -28,7 +27,6 @@ from imece.bench.gpu.ways import (
     syncs_of,
 )
 from imece.cli.main import main
-from tests.cli.refused import refused
 
 
 def results(ours_s: float, *, peak: int = 50, syncs: float = 0.0, loss: float = 7.0) -> Results:
@@ -96,23 +94,6 @@ def test_waits_are_those_inside_steps() -> None:
 
 def test_a_profile_that_saw_nothing_of_the_gpu_says_nothing_of_waits() -> None:
     assert syncs_of(profiled(("step", 0, 10))) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--device", "cpu"], "only --model tiny"),
-        ([], "needs a CUDA device"),
-        (["--device", "cpu", "--model", "tiny", "--rounds", "0"], "--rounds 0: at least 1"),
-        (["--parts", "optimiser"], "--parts 'optimiser'"),
-        (["--device", "cpu", "--model", "tiny", "--trace", "trace.json"], "--trace: it is of steps on a GPU"),
-    ],
-)
-def test_mistakes_are_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert said in refused(capsys, "bench", "gpu", *words)
 
 
 @pytest.mark.slow

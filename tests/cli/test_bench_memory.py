@@ -14,7 +14,6 @@ from imece.bench.step.step import Plan as StepPlan
 from imece.bench.step.step import Results as StepResults
 from imece.bench.step.targets import judged
 from imece.cli.main import main
-from tests.cli.refused import refused
 
 ONE = {"parameters": 40, "gradients": 40, "optimizer": 20, "communication": 0, "host": 0}
 
@@ -73,27 +72,3 @@ def test_the_targets_of_strategies() -> None:
     assert found["zero3: at least 1.9 x the tokens/s of fully-shard"] is True
     assert found["zero3: peak resident memory at most 1 x that of fully-shard"] is False
     assert found["zero2: at most 1.05 x the time of replicate"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["memory", "--ranks", "1"], "--ranks 1: from 2 to 64"),
-        (["memory", "--models", "7B"], "7B"),
-        (["memory", "--strategies", "zero9"], "zero9"),
-        (
-            ["memory", "--strategies", "zero1", "--offload", "parameters"],
-            "--offload parameters cannot be with",
-        ),
-        (
-            ["memory", "--bf16", "--strategies", "replicate"],
-            "--bf16 cannot be with --strategies replicate: name one of",
-        ),
-        (["memory", "--models", ""], "--models '' names none: name at least one of 10.9M, 29.5M, 97M"),
-        (["memory", "--strategies", ""], "--strategies '' names none"),
-        (["step", "--strategy", "zero9"], "zero9"),
-        (["memory", "--plot", "/dev/null/all.png"], "/dev/null"),
-    ],
-)
-def test_wrong_options(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert why in refused(capsys, "bench", *options)

@@ -11,7 +11,6 @@ from torch import nn
 from imece.bench.pipeline import pipeline
 from imece.bench.pipeline.rank import Kept
 from imece.model_parallel.schedules import ideal_bubble
-from tests.cli.refused import refused
 
 
 def test_what_a_schedule_leaves_idle() -> None:
@@ -49,17 +48,3 @@ def test_what_backward_needs_is_counted_once_and_no_parameters() -> None:
     del y, z
     gc.collect()
     assert kept.now == 0 and kept.most == 400
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--stages", "1"], "--stages 1: from 2 to 8"),
-        (["--stages", "2,9"], "--stages 9: from 2 to 8"),
-        (["--micro-batches", "1000"], "--micro-batches 1000: 256 at most"),
-        (["--schedules", "zb"], "--schedules 'zb' is not one of gpipe, 1f1b, interleaved"),
-        (["--steps", "0"], "--steps 0: at least 1"),
-    ],
-)
-def test_a_mistake_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused(capsys, "bench", "pipeline", *argv)

@@ -21,7 +21,6 @@ from imece.bench.recovery.rank import SEQUENCES, SHAPE, Text
 from imece.bench.recovery.record import Kills, Plan, Results
 from imece.bench.recovery.runs import TorchKill, kill_under_torchrun
 from imece.cli.main import main
-from tests.cli.refused import refused
 
 
 def kills(**more: Any) -> Kills:
@@ -130,26 +129,6 @@ def test_what_is_measured_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (copy,) = found
     assert copy.parts[-4:] == ("imece", "bench", "recovery", "targets.py") and package not in copy.parents
     assert not copy.exists() and dict(os.environ) == before, "nothing of it is left"
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--ranks", "1"], "--ranks 1: from 2 to 12"),
-        (["--ranks", "13"], "--ranks 13: from 2 to 12"),
-        (["--kills", "0"], "--kills 0: at least 1"),
-        (["--torchrun-runs", "0"], "--torchrun-runs 0: at least 1"),
-        (["--checkpoint-every", "0"], "--checkpoint-every 0: at least 1"),
-        (["--steps", "1"], "--steps 1: at least 2"),
-        (["--every-s", "0"], "--every-s 0: more than 0"),
-        (["--strategies", "zero9"], "zero9"),
-        (["--strategies", ","], "--strategies ',' names none: name at least one of replicate"),
-        (["--parts", "kill"], "kill"),
-        (["--json", "/dev/null/all.json"], "/dev/null"),
-    ],
-)
-def test_wrong_options(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert why in refused(capsys, "bench", "recovery", *options)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 from imece.bench.save import save
 from imece.bench.save.save import FIXED_BYTES, Plan, Results, Row
 from imece.cli.main import main
-from tests.cli.refused import refused
 
 SHARE = 10**8
 
@@ -56,20 +55,3 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert each["grown_bytes"] is None or each["grown_bytes"] - each["share_bytes"] < FIXED_BYTES
         assert len(each["delays"]) == 1
     assert os.listdir(folder) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--ranks", "1"], "--ranks 1: an even number from 2 to 64"),
-        (["--ranks", "3"], "--ranks 3: an even number from 2 to 64"),
-        (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--strategies", "zero9"], "zero9"),
-        (["--strategies", ""], "--strategies '' names none: name at least one of replicate, "),
-        (["--model", "7B"], "7B"),
-        (["--folder", "/dev/null/below"], "--folder /dev/null/below: no folder that can be written to"),
-        (["--json", "/dev/null/all.json"], "/dev/null"),
-    ],
-)
-def test_wrong_options(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert why in refused(capsys, "bench", "save", *options)

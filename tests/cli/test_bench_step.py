@@ -23,7 +23,6 @@ from imece.bench.step.step import Memory, Plan, Results
 from imece.bench.step.ways import ALONE, ONE_PROCESS, OURS, STRATEGY_WAYS, WAITING, WAYS, missing
 from imece.cli.main import main
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
-from tests.cli.refused import refused
 
 GLOO, SHM, VIEW = "torch-gloo", "torch-shm", "torch-gloo-view"
 
@@ -168,27 +167,6 @@ def test_parameters_are_counted_where_they_have_elements() -> None:
     results = Results(Plan((ALONE, "deepspeed-zero3")))
     step._build(Emptied(), results)  # type: ignore[arg-type]
     assert results.parameters == 7
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--tokens", "300"], "--tokens 300: more than 256 must be a multiple of 256"),
-        (["--tokens", "0"], "--tokens 0: at least 1 is needed"),
-        (["--tokens", "many"], "'many' is not a whole number"),
-        (["--ways", "torch-nccl"], "'torch-nccl' is not one of no-sync, wait-only, imece, imece-overlap"),
-        (["--ranks", "1"], "from 2 to 64 ranks"),
-        (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--steps", "0"], "--steps 0: at least 1"),
-        (["--parameters", "1000,-1"], "--parameters -1: at least 1"),
-        (["--parameters", "1000", "--plot", "x.png"], "leave --plot and --trace out"),
-        (["--trace", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(capsys, "bench", "step", *argv)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 from imece.bench.tensor import tensor
 from imece.bench.tensor.rank import most_bytes
 from imece.bench.tensor.ways import WAYS
-from tests.cli.refused import refused
 
 
 @pytest.mark.slow
@@ -44,18 +43,3 @@ def test_a_loss_that_is_not_that_of_one_rank_is_told() -> None:
     assert tensor.Results(tensor.Plan(), rows).odd_ones
     rows[1] = tensor.Row("torch", 512, 128, [1.0], 6.0001, 1)
     assert not tensor.Results(tensor.Plan(), rows).odd_ones
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--ranks", "1"], "--ranks 1: at least 2 are needed to divide a matrix"),
-        (["--ranks", "4"], "heads 6 cannot be divided among the 4 ranks"),
-        (["--vocabularies", "513"], "--vocabularies 513 cannot be divided among the 2 ranks"),
-        (["--tokens", "300"], "--tokens 300: up to 256, or a multiple of it, and for 2 ranks to divide"),
-        (["--tokens", "63"], "--tokens 63: up to 256"),
-        (["--steps", "0"], "--steps 0: at least 1"),
-    ],
-)
-def test_a_mistake_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused(capsys, "bench", "tensor", *argv)

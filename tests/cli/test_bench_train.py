@@ -27,7 +27,6 @@ from imece.bench.train.contenders import (
 from imece.bench.train.targets import judged
 from imece.bench.train.train import Results, Save
 from imece.cli.main import main
-from tests.cli.refused import refused
 
 BF16 = replace(QUICK, compute=replace(QUICK.compute, dtype="bf16"))
 FP32 = replace(QUICK, compute=replace(QUICK.compute, dtype="fp32"))
@@ -120,23 +119,6 @@ def test_the_peak_of_memory_counts_from_when_it_is_asked() -> None:
     assert resident.peak_bytes() - before < nbytes / 2
     torch.empty(nbytes, dtype=torch.uint8).fill_(1)
     assert resident.peak_bytes() - before > 0.9 * nbytes
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--ways", "torch"], "'torch' is not one of imece-bf16, imece-fp32, imece-compiled-bf16"),
-        (["--ranks", "1"], "from 2 to 64 ranks"),
-        (["--ranks", "3"], "--ranks 3: they cannot share the 16 sequences of a step"),
-        (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--steps", "0"], "--steps 0: at least 1"),
-        (["--json", "/proc/nowhere/x.json"], "cannot write /proc/nowhere/x.json"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(capsys, "bench", "train", *argv)
 
 
 def run_quick(tmp_path: Path, ways: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
