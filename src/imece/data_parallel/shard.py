@@ -34,6 +34,7 @@ from imece.data_parallel.sharding.accumulated import Accumulated
 from imece.data_parallel.sharding.borrowed import BorrowedMemory
 from imece.data_parallel.sharding.cast import let_any_come, widen_gradients
 from imece.data_parallel.sharding.coming import Coming
+from imece.data_parallel.sharding.divided import Divided
 from imece.data_parallel.sharding.offload import Direct, Lane
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stores import Division, Store, make_stores
@@ -98,6 +99,7 @@ class Sharding(Gradients):
         self._landed: set[int] = set()  # buckets whose sum lands, or has landed, directly in the kept shard
         self.has_private = False  # this rank has private copies of parameters in shared memory, to stay
         self.accumulated = Accumulated(trained.kinds)
+        self.divided = Divided(trained.named, self.strategy.name, freed=self.gathers)
         self.written = Written(self.every_store, division)
         self.memory = BorrowedMemory(self.stores, division, self.lane, keeps=not self._lets_go)
         if not self.borrows:
@@ -258,11 +260,13 @@ class Sharding(Gradients):
             for part in store.parts:
                 if part.index not in unused and part.index not in frozen:
                     part.parameter.grad = part.of(store.gradient)
+        self.divided.begin()
 
     def zeroed(self, kinds: Collection[int], set_to_none: bool) -> None:
         """The gradients of the optimizers of these numbers were zeroed: on a GPU, where memory is quick to
         get again, the sums give theirs to the next forward until the next sums come."""
         self.accumulated.zeroed(kinds, set_to_none)
+        self.divided.end()
         if not set_to_none or not self._lets_go or self._in_backward:
             return
         for store in self.stores:
@@ -288,6 +292,7 @@ class Sharding(Gradients):
             raise RuntimeError(
                 "an optimizer's step inside of gathered(write=True): what is there would take its place"
             )
+        self.divided.end()
         self.settle(kinds)
         self.check_views()
         if self.gathering is not None:

@@ -217,6 +217,7 @@ class ShardedDataParallel(DistributedDataParallel):
         if not self._synchronised:
             in_backward.refuse(self._trained)
         if self._kept is None:  # else there are no parts, between leave() and regroup()
+            self.sharding.divided.end()
             self.sharding.check_parts()
             self._elements = self.sharding.written.own_part_alone()
             if self.sharding.gathering is not None:
@@ -247,6 +248,7 @@ class ShardedDataParallel(DistributedDataParallel):
         for stepped in self.stepped:
             stepped.restore()
         super()._let_go()
+        self.sharding.divided.end()
         del self.sharding
         self.has_joined = False
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+
+from imece.data_parallel.sharding.divided import TellingParameter
 
 _ATTRIBUTES = (
     "dtype", "device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
@@ -32,7 +33,7 @@ _CONVERSIONS = frozenset(
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class FreedParameter(nn.Parameter):
+class FreedParameter(TellingParameter):
     """The class of a parameter while its unit is freed; `free` and `revive` swap it."""
 
     @classmethod

@@ -24,6 +24,7 @@ def gathered(
     """Inside, parameters are whole on every rank. writing: what all ranks write into them inside of it
     stays."""
     inside: contextlib.AbstractContextManager[None]
+    sharding.divided.end()
     sharding.settle()
     if sharding.gathering is not None:
         inside = sharding.gathering.gathered()
