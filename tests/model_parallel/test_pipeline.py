@@ -29,6 +29,7 @@ from imece.model_parallel.shared import Shared
 from imece.models.transformer import Transformer
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.dropped import left_of
+from tests.live import Live
 from tests.model_parallel.test_cutting import config
 from tests.ranks import run_ranks
 
@@ -752,3 +753,31 @@ def test_what_comes_of_a_micro_batch_has_memory_until_its_backward_is_over() -> 
     assert first == [0, 1, 0] and last == [1, 0, 0]
     for activations, gradients, left in run_ranks(received_at_once, 2, args=("interleaved", 2, 8)):
         assert activations <= 4 and gradients <= 2 and left == 0
+
+
+def most_living(schedule: str, chunks: int | None) -> list[int]:
+    """Bytes of a step at its peak, with few micro-batches and with many."""
+    found = []
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        case = Case(TWO, schedule, transformer)
+        for micro_batches in (8, 20):
+            pipeline = Pipeline(
+                case.make(),
+                mesh,
+                micro_batches=micro_batches,
+                loss=case.loss,
+                schedule=schedule,
+                chunks=chunks,
+            )
+            batch = tokens_of(0, micro_batches)
+            pipeline.step(*batch)
+            with Live() as live:
+                pipeline.step(*batch)
+            found.append(live.most)
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 2)])
+def test_a_step_needs_no_more_for_more_micro_batches(schedule: str, chunks: int | None) -> None:
+    for few, many in run_ranks(most_living, 2, args=(schedule, chunks)):
+        assert many - few <= 12 * 100  # losses alone

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,10 +21,15 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.pipelining.schedules import _batch_p2p, _PipelineScheduleRuntime
 from torch.func import functional_call
 
 from imece.model_parallel.cutting import Values
 from imece.model_parallel.schedules import Loss, Mark, Moment, StageError
+from imece.models.dealing import MOST_SENT
+
+Sent = deque[list[dist.Work]]
+"""The latest messages that a rank has sent, the oldest first."""
 
 
 def values_of(output: Any) -> Values:
@@ -80,13 +86,14 @@ class TimedStage(PipelineStage):
         marks: list[Mark],
         before_last: Callable[[int], None],
         beside: Callable[[int], dict[str, Tensor]],
+        sent: Sent | None,
     ) -> None:
         """number: of the stage. along: the result of `shapes`. before_last: called with the number before the
         last backward of a step. beside: function of a micro-batch's number that returns what this rank gives
-        to each of its stages by name."""
+        to each of its stages by name. sent: of all stages of this rank; None: torch sends, and waits."""
         inputs, self._agreed = along[number], along[number + 1]
         super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
-        self._marks, self._before_last, self._beside = marks, before_last, beside
+        self._marks, self._before_last, self._beside, self._sent = marks, before_last, beside, sent
         self._kinds: dict[Any, Tensor] | None = None  # of all that other ranks send: a tensor without memory
         self._nothing = torch.empty(0, device=device)
 
@@ -100,6 +107,23 @@ class TimedStage(PipelineStage):
         if self.has_backward and not self.is_last:
             self._lend(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """As torch's, or none if they are started here."""
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """As torch's, or none if they are started here."""
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Waiting for what was sent before cannot make two ranks wait for each other: in torch's order of
+        actions each message is received before anything that depends on a later one."""
+        if self._sent is None or not messages:
+            return messages
+        self._sent.append(_batch_p2p(messages))
+        _wait(self._sent, MOST_SENT)
+        return []
 
     def forward_one_chunk(
         self,
@@ -133,6 +157,8 @@ class TimedStage(PipelineStage):
             self._before_last(self.stage_index)
         with self._busy("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if isinstance(loss, Tensor):  # torch keeps all losses of a step, and with a graph what came for it
+            loss.detach_()
         self._take_back(self.args_recv_info[bwd_chunk_id])
         self._take_back(self.grad_recv_info.get(bwd_chunk_id, ()))
 
@@ -178,6 +204,25 @@ class TimedStage(PipelineStage):
         self._marks.append(Mark(what, self.stage_index, micro_batch, start, Moment(self.device)))
 
 
+class _Interleaved(ScheduleInterleaved1F1B):
+    """torch's own keeps all that is sent until the end of a step: outputs and gradients of each micro-batch
+    and chunk. Here stages keep the latest."""
+
+    sent: Sent
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._step_microbatches(*args, **kwargs)
+        _wait(self.sent, 0)
+        return result
+
+
+def _wait(sent: Sent, left: int) -> None:
+    """For the oldest, until so many are left."""
+    while len(sent) > left:
+        for work in sent.popleft():
+            work.wait()
+
+
 def schedule_of(
     name: str,
     stages: dict[int, nn.Module],
@@ -191,11 +236,16 @@ def schedule_of(
     beside: Callable[[int], dict[str, Tensor]],
 ) -> Any:
     """torch's schedule for this rank's stages. along, before_last, beside: as for TimedStage."""
+    # Other schedules of torch's wait for what they send, some in one batch with what they receive.
+    keeps = name == "interleaved" and issubclass(ScheduleInterleaved1F1B, _PipelineScheduleRuntime)
+    sent: Sent | None = deque() if keeps else None
     made = [
-        TimedStage(stage, number, along, device, group, marks, before_last, beside)
+        TimedStage(stage, number, along, device, group, marks, before_last, beside, sent)
         for number, stage in stages.items()
     ]
     if name == "interleaved":
-        return ScheduleInterleaved1F1B(made, micro_batches, loss, scale_grads=False)  # type: ignore[arg-type]
+        interleaved = _Interleaved(made, micro_batches, loss, scale_grads=False)  # type: ignore[arg-type]
+        interleaved.sent = sent if sent is not None else deque()
+        return interleaved
     kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
     return kind(made[0], micro_batches, loss, scale_grads=False)

@@ -1,9 +1,13 @@
-"""Deals the pieces of a model to the stages of a pipeline: numbers only, for the engine and the planner."""
+"""Deals the pieces of a model to the stages of a pipeline, and how many messages a stage keeps: numbers only,
+for the engine and the planner."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+
+MOST_SENT = 4
+"""Messages whose memory a rank of an interleaved schedule keeps: of the latest two forwards and backwards."""
 
 
 def layer_cost(parameters: float, query: float, seen: float) -> float:
