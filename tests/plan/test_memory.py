@@ -23,6 +23,7 @@ from imece.layout import Item, build
 from imece.plan.answer.search import framework_on
 from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.memory import frameworks
+from imece.plan.memory.activations import whole_layer, working_bytes
 from imece.plan.memory.frameworks import (
     IMECE,
     IMECE_CPU,
@@ -354,15 +355,19 @@ def test_axes_divide_what_they_should() -> None:
 def test_a_pipeline_keeps_the_micro_batches_of_its_schedule() -> None:
     recipe = Recipe(4096, 1, 16)
 
-    def first(**changes: object) -> int:
-        return memory(Setup(MODEL, Parallel(pipeline=4, **changes), recipe), 0).activations  # type: ignore[arg-type]
+    def kept(**changes: object) -> float:
+        """By the first stage, without gradients of the layer whose backward runs."""
+        parallel = Parallel(pipeline=4, **changes)  # type: ignore[arg-type]
+        found = memory(Setup(MODEL, parallel, recipe), 0)
+        layer = whole_layer(MODEL, parallel, recipe, IMECE).total
+        return found.activations - working_bytes(MODEL, parallel, recipe, IMECE) + layer
 
-    alone = memory(Setup(MODEL, Parallel(), recipe)).activations
-    assert first() == pytest.approx(alone, rel=0.01)  # a quarter of the layers, of four micro-batches
-    assert first(interleave=2) == pytest.approx(first() * (1 + 3 / 8))  # Korthikanti et al., section 4.2.3
-    assert first(schedule="gpipe") == 4 * first()
+    first = kept()
+    assert first == pytest.approx(MODEL.layers * whole_layer(MODEL, Parallel(), recipe, IMECE).total)
+    assert kept(interleave=2) == pytest.approx(first * (1 + 3 / 8))  # Korthikanti et al., section 4.2.3
+    assert kept(schedule="gpipe") == pytest.approx(4 * first)
     last = memory(Setup(MODEL, Parallel(pipeline=4), recipe), 3)
-    assert last.logits and last.activations < first()
+    assert last.logits and last.activations < first
     both = memory(Setup(MODEL, Parallel(pipeline=4), recipe))
     assert both.total == max(last.total, memory(Setup(MODEL, Parallel(pipeline=4), recipe), 0).total)
 
@@ -418,6 +423,7 @@ def test_a_bucket_is_no_smaller_than_the_largest_tensor() -> None:
     received = 2 * 4096 * 8192 * 2
     assert summed.communication == pytest.approx(2 * 2 * table / 2 + received, rel=1e-3)
     inner = memory(Setup(find_model("70B"), Parallel("zero2", 16, 16, pipeline=4), Recipe(4096)), 1)
+    # of the only micro-batch an output, and a gradient of it
     assert inner.communication == pytest.approx(2 * 2 * 8192 * 28672 + received, rel=1e-3)
 
 
@@ -428,3 +434,14 @@ def test_ranks_beyond_the_heads_of_keys_and_values_have_copies_of_them() -> None
     assert memory(setups[0]) == memory(setups[1])
     times = [step_time(each, find_cluster("A100-80", 8, 1)) for each in setups]
     assert times[0].total == times[1].total and times[0].mfu < times[1].mfu, "copies are no useful work"
+
+
+def test_qlora_unpacks_fused_matrices_as_one() -> None:
+    """Of Phi-3 gate and up together; Megatron-like ranks have a part of it."""
+    model = replace(MODEL, fused_queries=True, fused_gate=True)
+    recipe = Recipe(4096, adapters="qlora")
+    for tensor in (1, 2):
+        plain, fused = (memory(Setup(each, Parallel(tensor=tensor), recipe)) for each in (MODEL, model))
+        assert fused.gathered - plain.gathered == 2 * MODEL.width * MODEL.mlp_width // tensor
+    wide = replace(MODEL, kv_heads=MODEL.heads, mlp_width=2 * MODEL.width, fused_queries=True)
+    assert wide.largest_matrix == 3 * MODEL.width * MODEL.q_width

@@ -99,12 +99,19 @@ def _same_machine(question: Question) -> Iterator[tuple[str, Question]]:
     if question.adapters == "none":
         if question.optimizer == "adamw":
             yield "--optimizer adamw-8bit", eight_bit(question)
-        if not question.offload and not question.cluster.gpu.is_cpu:  # a CPU has no second memory
-            yield "--offload optimizer", replace(question, offload="optimizer")
-            yield "--offload parameters", replace(question, offload="parameters")
+        yield from _offloads(question)
         yield "--adapters lora", replace(question, adapters="lora")
     if question.adapters != "qlora":
         yield "--adapters qlora", replace(question, adapters="qlora")
+    if question.adapters != "none":
+        yield from _offloads(question)
+
+
+def _offloads(question: Question) -> Iterator[tuple[str, Question]]:
+    if not question.offload and not question.cluster.gpu.is_cpu:  # a CPU has no second memory
+        if question.adapters == "none":  # the optimizer's state of adapters is little
+            yield "--offload optimizer", replace(question, offload="optimizer")
+        yield "--offload parameters", replace(question, offload="parameters")
 
 
 def _larger_gpus(question: Question, gpus: Sequence[str], find: Find) -> Iterator[tuple[str, Question]]:

@@ -106,6 +106,15 @@ def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fram
     return replace(whole, scores=0.0)
 
 
+def working_bytes(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> float:
+    """Bytes of a layer while its backward runs: all that its forward keeps, and gradients, two as wide as the
+    MLP and two as wide as the residual."""
+    size, sharded = recipe.precision.activations, parallel.tensor if parallel.sequence else 1
+    inner = model.mlp_width * max(1, model.active_experts) / parallel.tensor
+    gradients = tokens(recipe, parallel) * size * 2 * (inner + model.width / sharded)
+    return whole_layer(model, parallel, recipe, framework).total + gradients
+
+
 def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer:
     """The results of every second product (queries, values, gate, the MLP's output), attention's output, and
     the layer's input."""

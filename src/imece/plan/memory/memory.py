@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from imece.footprint import DIVIDED, Footprint, Sizes, footprint
-from imece.plan.memory.activations import kept_layer, layers_in_flight, of_residual, tokens, whole_layer
+from imece.models.dealing import MOST_SENT
+from imece.plan.memory.activations import kept_layer, layers_in_flight, of_residual, tokens, working_bytes
 from imece.plan.memory.frameworks import IMECE, TORCH_LOSS_BYTES, Framework
 from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes, stage_layers
 from imece.plan.memory.waiting import waiting_bytes
-from imece.plan.setup import Recipe, Setup
+from imece.plan.setup import Parallel, Recipe, Setup
 
 _BLOCK = 256  # elements of an 8-bit moment that share an fp32 scale (bitsandbytes)
 _EIGHT_BIT = 1 + 4 / _BLOCK  # bytes per element
@@ -138,7 +139,7 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     if recipe.precision.autocast:
         parameters += round(_cast_bytes(part, stage, setup))
         notes = (*notes, "autocast keeps a copy of every matrix from forward to backward")
-    received = _buffers(setup) + waiting_bytes(setup, stage, part, framework)
+    received = _buffers(setup, stage, part, framework) + waiting_bytes(setup, stage, part, framework)
     communication = found.communication - gathered + received
     activations, logits = _activations(setup, stage, part, framework)
     late = 0.0
@@ -233,7 +234,7 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
         plain /= parallel.shard
     hosted = plain if divides.parameters and recipe.offload == "parameters" else 0.0
     if recipe.adapters == "qlora":  # the largest matrix, unpacked while it is used
-        gathered += size * model.width * max(model.mlp_width, model.q_width) / parallel.tensor
+        gathered += size * model.largest_matrix / parallel.tensor
     base = Footprint(round(scales + plain - hosted), 0, 0, round(gathered), round(hosted))
     filling = 0.0
     if divides.gradients:
@@ -265,9 +266,8 @@ def _cast_bytes(part: Held, stage: int, setup: Setup) -> float:
     return setup.recipe.precision.activations * (part.layers * part.products + head * last)
 
 
-def _buffers(setup: Setup) -> float:
-    """Bytes of receive buffers: a gathered hidden state, a neighbour's keys and values, a stage's input and
-    the gradient of its output."""
+def _buffers(setup: Setup, stage: int, part: Held, framework: Framework) -> float:
+    """Bytes of a gathered hidden state, a neighbour's keys and values, and what goes from stage to stage."""
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     hidden = tokens(recipe, parallel) * recipe.precision.activations
     total = 0.0
@@ -277,8 +277,19 @@ def _buffers(setup: Setup) -> float:
         total += 2 * 2 * hidden * model.kv_width / parallel.tensor
     if parallel.pipeline > 1:
         each = tokens(recipe, parallel) * of_residual(recipe) * model.width
-        total += 2 * each / (parallel.tensor if parallel.sequence else 1)
+        number = _between_stages(parallel, recipe, stage, part) if framework.outputs_stay else 2
+        total += number * each / (parallel.tensor if parallel.sequence else 1)
     return total
+
+
+def _between_stages(parallel: Parallel, recipe: Recipe, stage: int, part: Held) -> float:
+    """Hidden states and gradients of them that a rank has, besides inputs among the activations: outputs of
+    micro-batches in flight; a gradient that came or, interleaved, three messages that came early, and what
+    was sent."""
+    chunks = parallel.interleave
+    in_flight = layers_in_flight(part.layers, parallel, recipe, stage) * chunks / max(1, part.layers)
+    outputs = in_flight * (1 - (stage == parallel.pipeline - 1) / chunks)  # the last chunk's are logits
+    return outputs + (1 if chunks == 1 else 3 + MOST_SENT / 2)
 
 
 def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> tuple[float, float]:
@@ -286,14 +297,15 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
     kept = kept_layer(model, parallel, recipe, framework).total
     activations = kept * layers_in_flight(part.layers, parallel, recipe, stage)
-    if recipe.recompute != "none":  # one layer is recomputed, and whole while its backward runs
-        activations += whole_layer(model, parallel, recipe, framework).total - kept
+    working = working_bytes(model, parallel, recipe, framework) - kept
     if stage < parallel.pipeline - 1:
-        return activations, 0.0
-    count = tokens(recipe, parallel)
+        return activations + working, 0.0
+    # Logits are gone when the last layer's backward runs: the larger counts.
     sharded = parallel.tensor if parallel.sequence else 1
-    activations += 2 * count * model.width * recipe.precision.activations / sharded
-    return activations, framework.of_logits(_logits(setup), recipe.precision)
+    norm = 2 * tokens(recipe, parallel) * model.width * recipe.precision.activations / sharded
+    logits = framework.of_logits(_logits(setup), recipe.precision)
+    beside = max(working, norm + logits)
+    return activations + beside - min(logits, beside), min(logits, beside)
 
 
 def _logits(setup: Setup) -> float:

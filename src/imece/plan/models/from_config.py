@@ -46,6 +46,8 @@ class _Family:
     table_norm: bool = False  # after the embedding
     tied: bool = False  # if the file does not say
     positions: str = ""  # the field with the rows of learned positions
+    fused_queries: bool = False  # one matrix for queries, keys and values
+    fused_gate: bool = False  # one for gate and up
     unused_positions: int = 0  # rows of that table that no token uses
     experts: str = ""  # the field with the number of experts
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of absent fields, as in transformers
@@ -152,7 +154,7 @@ _FAMILIES = {
     "llama": _Family(**_ASKED_BIASES, ours=True),
     "granite": _Family(**_ASKED_BIASES),
     "helium": _Family(**_ASKED_BIASES, defaults=_kv(20, head_dim=128)),
-    "phi3": _Family(),
+    "phi3": _Family(fused_queries=True, fused_gate=True),
     "qwen2": _Family(query_biases=True, ours=True, defaults=_kv(32)),
     "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, ours=True, defaults=_kv(32, head_dim=128)),
     "mistral": _Family(ours=True, defaults=_kv(8, **{_WINDOW: 4096})),
@@ -169,8 +171,8 @@ _FAMILIES = {
         defaults=_kv(4, head_dim=256, **{_WINDOW: 4096}),
     ),
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA_3),
-    "glm": _Family(query_biases="attention_bias", defaults=_GLM),
-    "glm4": _Family(query_biases="attention_bias", norms=4, defaults=_GLM),
+    "glm": _Family(fused_gate=True, query_biases="attention_bias", defaults=_GLM),
+    "glm4": _Family(fused_gate=True, query_biases="attention_bias", norms=4, defaults=_GLM),
     "olmo": _Family(**_ATTENTION_BIASES, norm="layer", norm_vectors=0),
     "olmo2": _Family(**_ATTENTION_BIASES, own_head_norms=True),
     "olmo3": _Family(**_ATTENTION_BIASES, own_head_norms=True, full_every=4, defaults={_WINDOW: 4096}),
@@ -198,7 +200,8 @@ _FAMILIES = {
         positions=_POSITIONS, translated=_windows_of_gpt_neo,
     ),
     "gpt_neox": _Family(
-        **_PLAIN, **_ATTENTION_BIASES, mlp_biases=True, defaults={"attention_bias": True},
+        **_PLAIN, **_ATTENTION_BIASES, mlp_biases=True, fused_queries=True,
+        defaults={"attention_bias": True},
     ),
     "opt": _Family(
         mlp_width="ffn_dim", **_PLAIN, **_biases("enable_bias"),
@@ -303,6 +306,8 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             window=window,
             windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
             norms=1 if asks(family.one_norm) else family.norms,
+            fused_queries=family.fused_queries,
+            fused_gate=family.fused_gate,
             head_norms=asks(family.head_norms) or asks(family.own_head_norms),
             made_for=_whole(content, _POSITIONS, where, 0),
             ours=family.ours and _is_plain(content),

@@ -39,6 +39,8 @@ class Model:
     head_norms: bool = False  # queries and keys have norms, too
     vectors: int | None = None  # elements of a layer's norms and biases; None: from `norm` and `biases`
     others: int | None = None  # the same for everything outside the layers except tables and positions
+    fused_queries: bool = False  # one matrix makes queries, keys and values
+    fused_gate: bool = False  # one matrix makes the gate and what it lets through
     max_seq: int = 0  # tokens per sequence if positions are not learned; 0: unknown
     made_for: int = 0  # tokens that its file names, if scaled rotary positions may allow more; 0: unknown
     ours: bool = True  # whether models/transformer.py builds it, so that imece can divide and cut it
@@ -68,6 +70,12 @@ class Model:
     def kv_width(self) -> int:
         """Width of all keys together, and of all values."""
         return self.kv_heads * self.head_width
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest matrix of a layer; an expert's counts alone."""
+        queries = self.q_width + 2 * self.kv_width * self.fused_queries
+        return self.width * max(queries, self.mlp_width * (1 + self.fused_gate))
 
     @property
     def layer_parameters(self) -> int:
