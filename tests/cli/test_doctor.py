@@ -19,7 +19,8 @@ import torch
 import imece
 from imece.bench.crew import Crew, CrewError
 from imece.cli import doctor
-from imece.cli.doctor import Finding
+from imece.cli import doctor_host as host
+from imece.cli.doctor_host import Finding
 from imece.cli.doctor_rank import COLLECTIVES
 from imece.cli.main import main
 from imece.collectives import ops
@@ -58,12 +59,12 @@ def known(name: str, _service: object) -> list[object]:
     ],
 )
 def test_interfaces(name: str, value: str, status: str) -> None:
-    finding = only(doctor.interface({name: value}, name, INTERFACES))
+    finding = only(host.interface({name: value}, name, INTERFACES))
     assert finding.status == status
     if status == "warn":
         assert finding.text == f"{name}={value} names no interface: unset it, or use one of eth0, lo"
-    assert not list(doctor.interface({}, name, INTERFACES))
-    assert not list(doctor.interface({"NCCL_SOCKET_IFNAME": "^docker"}, "NCCL_SOCKET_IFNAME", INTERFACES))
+    assert not list(host.interface({}, name, INTERFACES))
+    assert not list(host.interface({"NCCL_SOCKET_IFNAME": "^docker"}, "NCCL_SOCKET_IFNAME", INTERFACES))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,9 @@ def test_interfaces(name: str, value: str, status: str) -> None:
     ],
 )
 def test_own_variables(name: str, value: str, said: str | None) -> None:
-    finding = only(doctor.own_variables({name: value}))
+    finding = only(host.own_variables({name: value}))
     assert finding.status == ("fail" if said else "ok") and finding.text.startswith(said or f"{name}={value}")
-    assert not list(doctor.own_variables({name: ""}))
+    assert not list(host.own_variables({name: ""}))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_own_variables(name: str, value: str, said: str | None) -> None:
     ],
 )
 def test_variables_that_nothing_reads(name: str, hint: str) -> None:
-    finding = only(doctor.own_variables({name: "1"}))
+    finding = only(host.own_variables({name: "1"}))
     assert finding.status == "warn" and finding.text.startswith(f"{name} is no variable of imece's")
     assert hint in finding.text
 
@@ -99,21 +100,21 @@ def test_no_variable_that_is_read_is_unknown() -> None:
     source = "".join(file.read_text() for file in Path(doctor.__file__).parents[1].rglob("*.py"))
     names = {*re.findall(r'"(IMECE_[A-Z_]+)"', source)} - {"IMECE_BENCH_", "IMECE_CREW_"}
     quiet = ({"IMECE_BACKEND": "shm", "IMECE_SCHEDULE": "ring"}.get(name, "1") for name in names)
-    found = doctor.own_variables(dict(zip(names, quiet, strict=True)))
+    found = host.own_variables(dict(zip(names, quiet, strict=True)))
     assert names and not [each for each in found if each.status != "ok"]
 
 
 def test_a_backend_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told as imece.init() would say it."""
     (there,) = [each for each in ("mpi", "ucc") if not torch.distributed.is_backend_available(each)][:1]
-    finding = only(doctor.own_variables({"IMECE_BACKEND": there}))
+    finding = only(host.own_variables({"IMECE_BACKEND": there}))
     with pytest.raises(UserError) as caught:
         imece.init(backend=there)
     assert (finding.status, finding.text) == ("fail", f"IMECE_BACKEND={there}: {caught.value}")
-    monkeypatch.setattr(doctor, "check_backend", lambda asked: None)  # torch is one that was built for GPUs
+    monkeypatch.setattr(host, "check_backend", lambda asked: None)  # torch is one that was built for GPUs
     for gpus, status in ((0, "fail"), (1, "ok")):
-        monkeypatch.setattr(doctor, "usable_gpus", lambda gpus=gpus: gpus)
-        finding = only(doctor.own_variables({"IMECE_BACKEND": "cpu:gloo,cuda:nccl"}))
+        monkeypatch.setattr(host, "usable_gpus", lambda gpus=gpus: gpus)
+        finding = only(host.own_variables({"IMECE_BACKEND": "cpu:gloo,cuda:nccl"}))
         assert finding.status == status and (gpus or "torch can use none here: unset it" in finding.text)
 
 
@@ -142,8 +143,8 @@ def test_what_became_of_a_rank_is_told_beside_what_it_wrote_last() -> None:
     ("value", "status"), [("1", "ok"), ("4", "ok"), ("5", "warn"), ("many", "warn"), ("²", "warn")]
 )
 def test_threads(value: str, status: str) -> None:
-    assert only(doctor.threads({"OMP_NUM_THREADS": value}, cores=4)).status == status
-    assert not list(doctor.threads({}, cores=4))
+    assert only(host.threads({"OMP_NUM_THREADS": value}, cores=4)).status == status
+    assert not list(host.threads({}, cores=4))
 
 
 @pytest.mark.parametrize(
@@ -160,32 +161,32 @@ def test_threads(value: str, status: str) -> None:
     ],
 )
 def test_launchers_variables(environ: Mapping[str, str], status: str, said: str) -> None:
-    finding = only(doctor.launcher(environ, known))
+    finding = only(host.launcher(environ, known))
     assert finding.status == status and said in finding.text
-    assert not list(doctor.launcher({}, known))
+    assert not list(host.launcher({}, known))
 
 
 @pytest.mark.parametrize("name", ["a..b", "x" * 64])
 def test_what_is_no_hosts_name_has_no_address(name: str) -> None:
-    finding = only(doctor.launcher({"MASTER_ADDR": name}, socket.getaddrinfo))
+    finding = only(host.launcher({"MASTER_ADDR": name}, socket.getaddrinfo))
     assert finding.status == "fail" and finding.text.startswith(f"MASTER_ADDR={name} has no address")
-    assert only(doctor.host_name({}, name, socket.getaddrinfo)).status == "warn"
+    assert only(host.host_name({}, name, socket.getaddrinfo)).status == "warn"
 
 
 def test_host_name_files_and_locked_memory() -> None:
-    assert only(doctor.host_name({}, "me.invalid", known)).status == "warn"
-    assert not list(doctor.host_name({}, "me", known))
-    assert not list(doctor.host_name({"GLOO_SOCKET_IFNAME": "lo"}, "me.invalid", known))
-    assert not list(doctor.open_files(4, 65536)) and not list(doctor.open_files(1024, sys.maxsize))
-    few = only(doctor.open_files(4, 256))
+    assert only(host.host_name({}, "me.invalid", known)).status == "warn"
+    assert not list(host.host_name({}, "me", known))
+    assert not list(host.host_name({"GLOO_SOCKET_IFNAME": "lo"}, "me.invalid", known))
+    assert not list(host.open_files(4, 65536)) and not list(host.open_files(1024, sys.maxsize))
+    few = only(host.open_files(4, 256))
     assert few.status == "warn" and "only 256 open files are allowed (ulimit -Hn), enough for " in few.text
-    fewer = only(doctor.open_files(4, 20))
+    fewer = only(host.open_files(4, 20))
     assert fewer.status == "fail" and ", and 20 are allowed (ulimit -Hn): raise that limit" in fewer.text
-    assert not list(doctor.processes(4, None)) and not list(doctor.processes(4, 1000))
-    few = only(doctor.processes(4, 9))
+    assert not list(host.processes(4, None)) and not list(host.processes(4, 1000))
+    few = only(host.processes(4, 9))
     assert few.status == "warn" and few.text.startswith("only 9 more processes and threads may be started, ")
-    assert only(doctor.locked_memory(8 * 2**20, infiniband=True)).status == "warn"
-    assert not list(doctor.locked_memory(8 * 2**20, infiniband=False))
+    assert only(host.locked_memory(8 * 2**20, infiniband=True)).status == "warn"
+    assert not list(host.locked_memory(8 * 2**20, infiniband=False))
 
 
 def test_what_is_found_is_shown_at_once_and_no_rank_starts_that_cannot(
@@ -205,24 +206,24 @@ def test_what_is_found_is_shown_at_once_and_no_rank_starts_that_cannot(
     assert "4 ranks need " in capsys.readouterr().out and len(shown) == 1
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "rank_findings", ranks)
-    monkeypatch.setattr(doctor, "temporary_files", lambda: False)
+    monkeypatch.setattr(host, "temporary_files", lambda: False)
     assert doctor.run([]) == 1
     said = "fail  no folder takes temporary files: set TMPDIR to one that can be written\n"
     assert capsys.readouterr().out.endswith(said) and len(shown) == 1
 
 
 def test_memory_port_and_versions() -> None:
-    assert [f.status for f in doctor.memory(2**34, 2**33)] == ["ok", "ok"]
-    small = list(doctor.memory(2**34, 64 * 2**20))
+    assert [f.status for f in host.memory(2**34, 2**33)] == ["ok", "ok"]
+    small = list(host.memory(2**34, 64 * 2**20))
     assert [f.status for f in small] == ["ok", "warn"] and "--shm-size" in small[1].text
-    assert [f.status for f in doctor.memory(2**20, None)] == ["warn", "warn"]
-    readable = list(doctor.memory(2**34, 2**33, doctor._refusal(Path("/proc"))))  # as a /dev/shm mounted ro
+    assert [f.status for f in host.memory(2**20, None)] == ["warn", "warn"]
+    readable = list(host.memory(2**34, 2**33, host._refusal(Path("/proc"))))  # as a /dev/shm mounted ro
     assert [f.status for f in readable] == ["ok", "warn"] and "cannot be written" in readable[1].text
-    assert not doctor._refusal(Path("/dev/shm"))
-    assert doctor.port().status == "ok"
-    assert doctor.port("203.0.113.7").status == "fail"  # an address that no host has
-    assert doctor.software("2.13.0+cpu").status == "ok"
-    assert doctor.software("2.10.1").status == "warn"
+    assert not host._refusal(Path("/dev/shm"))
+    assert host.port().status == "ok"
+    assert host.port("203.0.113.7").status == "fail"  # an address that no host has
+    assert host.software("2.13.0+cpu").status == "ok"
+    assert host.software("2.10.1").status == "warn"
 
 
 def test_a_whole_run(

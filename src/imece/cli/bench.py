@@ -42,7 +42,7 @@ from imece.cli.bench_planner import PlannerOptions
 from imece.cli.bench_recovery import RecoveryOptions
 from imece.cli.bench_save import SaveOptions
 from imece.cli.bench_tensor import TensorOptions
-from imece.cli.doctor import interface
+from imece.cli.doctor_host import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
 from imece.listing import size_text
