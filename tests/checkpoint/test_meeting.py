@@ -317,20 +317,29 @@ def test_a_disk_that_is_full_before_the_first_save(
         assert_whole(newest_whole(tmp_path), 6, 2)
 
 
+@pytest.mark.parametrize("whose", ["*", "*/00000.*", "*/00001.*"])
 def test_a_disk_that_is_full_before_any_room_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
-    """No rank can say anything to the others, and none may wait for them, as training waits for it."""
+    """A rank can say nothing to the others but that, and none may wait for it, as training waits for them."""
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", no_room_for("*"))
+        patch.setattr(os, "replace", no_room_for(whose))
+        if whose != "*/00001.*":
+            patch.setattr(files, "write", no_room_for_rank_0)
         ranks = Crew(tmp_path, 2)
-        began = time.monotonic()
-        assert not ranks.save(1, state_of(1))
-        assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
-    assert [len(alarms) for alarms in ranks.alarms] == [1, 1], ranks.alarms
-    assert all("No space left on device" in alarm for (alarm,) in ranks.alarms), ranks.alarms
-    assert ranks.save(2, state_of(2)), ranks.alarms
-    assert_whole(newest_whole(tmp_path), 2, 2)
+        for step in (1, 2):
+            began = time.monotonic()
+            assert not ranks.save(step, state_of(step))
+            assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
+    assert [len(alarms) for alarms in ranks.alarms] == [2, 2], ranks.alarms
+    assert all(
+        "No space left on device" in alarm or "could write no more" in alarm
+        for alarms in ranks.alarms
+        for alarm in alarms
+    ), ranks.alarms
+    assert ranks.save(3, state_of(3)), ranks.alarms
+    assert_whole(newest_whole(tmp_path), 3, 2)
+    assert not list(tmp_path.glob(".ranks/*.mute-*"))
 
 
 def test_rank_0_hears_of_a_rank_that_alone_has_no_room(
@@ -344,8 +353,10 @@ def test_rank_0_hears_of_a_rank_that_alone_has_no_room(
             began = time.monotonic()
             assert not ranks.save(2, state_of(2))
             assert time.monotonic() - began < 10, "half of what a rank waits for one that says nothing"
-        why = "the checkpoint of step 2 was not saved: rank 1: the disk has no room, not even to say more"
-        assert ranks.alarms == [[why]] * 2 and not partials(tmp_path)
+        why = "rank 1 failed, and could write no more than that; its disk may be full"
+        own = "rank 1: rank-00001.json: No space left on device"
+        said = [[f"the checkpoint of step 2 was not saved: {each}"] for each in (why, own)]
+        assert ranks.alarms == said and not partials(tmp_path)
         assert ranks.save(3, state_of(3))
 
 
@@ -357,7 +368,7 @@ def test_a_note_takes_as_much_memory_as_it_has_bytes(tmp_path: Path) -> None:
     ranks[0].arrive()
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert ranks[0].all_heard and peak_bytes < 1 << 20
+    assert ranks[0].all_heard(1) and peak_bytes < 1 << 20
 
 
 def test_a_save_that_somebody_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

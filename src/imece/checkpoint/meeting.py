@@ -13,7 +13,8 @@ began last owns the folder, since a restarted job must not wait for remains of t
 tells on all file systems whether that one lives. The older job writes and removes nothing there any more.
 
 Its manifest tells that an attempt succeeded, rank 0's file that it failed. On a full disk these files take
-the room that was kept for them before the first save, in checkpoints/.ranks/00000.room and so on.
+the room that was kept for them before the first save, in checkpoints/.ranks/00000.room and so on. A rank that
+has no room either tells its failure by an empty file, 00000.mute-3 at its third save: that takes no block.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Meeting:
         room = b" " * (_ROOM_BYTES + _ROOM_BYTES_A_RANK * self._world_size)
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
+            for old in self._folder.glob(f"{self._rank:05d}.mute-*"):  # also those of a job before this one
+                old.unlink(missing_ok=True)
             write_whole(self._room, room, durable=True)
 
     def arrive(self) -> None:
@@ -122,10 +125,20 @@ class Meeting:
             self._publish(seal({"number": self.number}))
         self._there = True
 
-    @property
-    def all_heard(self) -> bool:
-        """Whether every other rank has come, as far as rank 0 knows."""
-        return len(self._heard) >= self._world_size - 1
+    def all_heard(self, save: int) -> bool:
+        """Whether every other rank has come, as far as rank 0 knows, or cannot at its save of this number."""
+        return all(str(rank) in self._heard or self.mute(rank, save) for rank in range(1, self._world_size))
+
+    def be_mute(self, save: int) -> None:
+        """Tell that this rank's save of this number fails, where more cannot be told. Never an OSError."""
+        with contextlib.suppress(OSError):
+            self._mute(self._rank, save).touch()
+
+    def mute(self, rank: int, save: int) -> str | None:
+        """Why the save of this number fails, if `rank` has said so by `be_mute`."""
+        if self._mute(rank, save).exists():
+            return f"rank {rank} failed, and could write no more than that; its disk may be full"
+        return None
 
     def session(self) -> str | None:
         """What all ranks of this job know, and only they. None until rank 0 has heard this rank."""
@@ -213,6 +226,9 @@ class Meeting:
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"{rank:05d}.json"
+
+    def _mute(self, rank: int, save: int) -> Path:
+        return self._folder / f"{rank:05d}.mute-{save}"
 
     @property
     def _room(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import time
@@ -98,7 +99,7 @@ class Writer:
             files.clean(self._folder, but=attempt)
             if not request.keep_all:
                 self._room.make(partial)
-            parts = [self._write(content, partial), *self._await_parts(partial, attempt)]
+            parts = [self._write(content, partial), *self._await_parts(request, partial, attempt)]
             self._meeting.all_met = True
             manifest = commit.put_together(request.step, attempt, request.metric, content.state, parts)
             self._meeting.arrive()
@@ -109,12 +110,12 @@ class Writer:
                 why += self._room.lacking(request.content.kinds, partial)
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                self._hear_all()
+                self._hear_all(request)
                 self._meeting.failed(attempt, why)
             except TakenOverError as other:  # and perhaps its clean-up made us fail
                 why = str(other)
-            except (OSError, MemoryError, NotSavedError):  # then the others wait until their time is up
-                pass
+            except (OSError, MemoryError, NotSavedError):
+                self._meeting.be_mute(request.number)
             if isinstance(error, OSError | ValueError | UserError | NotSavedError):
                 raise NotSavedError(why) from error
             raise
@@ -129,18 +130,20 @@ class Writer:
     def _follow(self, request: Request) -> None:
         """Any other rank's part. NotSavedError, with rank 0's reason if there is one."""
         patience = Patience(2 * self._limit_s, self.stop)
-        while (session := self._session()) is None:
+        while (session := self._session(request)) is None:
+            if (why := self._meeting.mute(0, request.number)) is not None:
+                raise NotSavedError(why)
             patience.wait(None, "rank 0")
         attempt = f"{session}-{request.number}"
         partial = files.partial_folder(self._folder, request.step, attempt)
         own = self._write_or_excuse(request, partial, attempt)
-        self._await_verdict(files.step_folder(self._folder, request.step), partial, attempt, patience, own)
+        self._await_verdict(request, partial, attempt, patience, own)
 
     def _write_or_excuse(self, request: Request, partial: Path, attempt: str) -> str:
         """Writes this rank's part, or in its place why it cannot, and returns that; "" if it is written."""
         try:
-            if self._failure(attempt) is None:
-                self._write_in_time(request.written(), partial, attempt)
+            if self._failure(request, attempt) is None:
+                self._write_in_time(request, partial, attempt)
             return ""
         except Exception as error:
             own = why_of(error)
@@ -149,19 +152,23 @@ class Writer:
                 commit.write_excuse(partial, self._rank, own)
             except FileNotFoundError:  # rank 0 has removed the folder, and is about to say why
                 pass
-            except OSError:  # then rank 0 waits until its time is up; but the outcome is known here
+            except OSError:  # the outcome is known here
+                self._meeting.be_mute(request.number)
                 if isinstance(error, OSError | NotSavedError):
                     raise NotSavedError(f"rank {self._rank}: {own}") from error
             if not isinstance(error, OSError | NotSavedError):
                 raise
             return own
 
-    def _await_verdict(self, final: Path, partial: Path, attempt: str, patience: Patience, own: str) -> None:
+    def _await_verdict(
+        self, request: Request, partial: Path, attempt: str, patience: Patience, own: str
+    ) -> None:
         """Waits until the checkpoint is in place. NotSavedError if it will not be. own: why, if it is this
         rank's fault."""
+        final = files.step_folder(self._folder, request.step)
         there_at = time.monotonic()
         while not _is_of(final, attempt):
-            if (theirs := self._failure(attempt)) is not None:
+            if (theirs := self._failure(request, attempt)) is not None:
                 shutil.rmtree(partial, ignore_errors=True)  # written by this rank after rank 0 removed it
                 raise NotSavedError(theirs)
             if partial.exists():
@@ -176,8 +183,9 @@ class Writer:
                     return
                 raise NotSavedError(f"rank {self._rank}: {own}" if own else str(error)) from error
 
-    def _write_in_time(self, content: Content, partial: Path, attempt: str) -> None:
+    def _write_in_time(self, request: Request, partial: Path, attempt: str) -> None:
         """On a full disk rank 0 makes room before it writes; a rank that wrote too early writes again."""
+        content = request.written()
         try:
             self._write(content, partial)
             return
@@ -187,7 +195,7 @@ class Writer:
         (partial / file_name(self._rank)).unlink(missing_ok=True)
         patience = Patience(2 * self._limit_s, self.stop)
         while not (partial / file_name(0)).exists():
-            if self._failure(attempt) is not None:
+            if self._failure(request, attempt) is not None:
                 return
             patience.wait(_sizes(partial), "rank 0")
         self._write(content, partial)
@@ -202,16 +210,16 @@ class Writer:
         commit.write_part(partial, self._rank, part)
         return part
 
-    def _hear_all(self) -> None:
+    def _hear_all(self, request: Request) -> None:
         """Wait for all ranks: one that was not heard yet would not believe what rank 0 says about
         an attempt."""
         patience = Patience(self._limit_s, self.stop)
         self._meeting.arrive()
-        while not self._meeting.all_heard:
+        while not self._meeting.all_heard(request.number):
             patience.wait(None, "the other ranks")
             self._meeting.arrive()
 
-    def _await_parts(self, partial: Path, attempt: str) -> list[Part]:
+    def _await_parts(self, request: Request, partial: Path, attempt: str) -> list[Part]:
         """The parts of ranks 1, 2, ...: returns when all have come, or one cannot come or saves
         another step."""
         patience = Patience(self._limit_s, self.stop)
@@ -221,6 +229,8 @@ class Writer:
                 found = commit.read_part(partial, rank)
                 if isinstance(found, str):
                     raise NotSavedError(f"rank {rank}: {found}")
+                if found is None and (why := self._meeting.mute(rank, request.number)) is not None:
+                    raise NotSavedError(why)
                 if found is not None:
                     parts[rank] = found
             if len(parts) + 1 < self._world_size:
@@ -234,20 +244,22 @@ class Writer:
                 patience.wait(_sizes(partial), f"rank {', '.join(map(str, missing[:8]))}")
         return [parts[rank] for rank in range(1, self._world_size)]
 
-    def _session(self) -> str | None:
+    def _session(self, request: Request) -> str | None:
         try:
             self._meeting.arrive()
             return self._meeting.session()
         except OSError as error:
             if error.errno in (*NOT_ALLOWED, *NO_SPACE):  # rank 0 does not hear this rank
+                self._meeting.be_mute(request.number)
                 raise NotSavedError(f"rank {self._rank}: {why_of(error)}") from error
             return None  # looked at again until time is up
 
-    def _failure(self, attempt: str) -> str | None:
-        try:
-            return self._meeting.failure(attempt)
-        except OSError:
-            return None
+    def _failure(self, request: Request, attempt: str) -> str | None:
+        """Why this save fails, if rank 0 says so."""
+        with contextlib.suppress(OSError):
+            if (why := self._meeting.failure(attempt)) is not None:
+                return why
+        return self._meeting.mute(0, request.number)
 
     def _go_on(self) -> None:
         if self.stop.is_set():
