@@ -262,7 +262,7 @@ class Pipeline:
 
         self: a proxy, so what is made here may not take a bound method.
         """
-        from imece.model_parallel.stages import schedule_of, shapes
+        from imece.model_parallel.stages import Run, schedule_of, shapes
 
         inputs = tuple(
             torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(alike, dtypes, strict=True)
@@ -272,18 +272,20 @@ class Pipeline:
             schedule, dealt, mine = "gpipe", [range(dealt[0].start, dealt[-1].stop)], [0]
         stages = [self._pieces.stage(which, inputs) for which in dealt]
         self._cast_others()
-        along = shapes(stages, inputs, self.mesh.device)
-        return schedule_of(
-            schedule,
-            {at: stages[at] for at in mine},
-            along,
-            self.micro_batches,
-            lambda output, targets: self._mean_loss(output, targets),
+        run = Run(
+            shapes(stages, inputs, self.mesh.device),
             self.mesh.device,
             self._messages,
             self.marks,
-            lambda stage: self._before_last(stage),
-            lambda micro_batch: self._beside(micro_batch),
+            before_last=lambda stage: self._before_last(stage),
+            beside=lambda micro_batch: self._beside(micro_batch),
+        )
+        return schedule_of(
+            schedule,
+            {at: stages[at] for at in mine},
+            run,
+            self.micro_batches,
+            lambda output, targets: self._mean_loss(output, targets),
         )
 
     def _beside(self, micro_batch: int) -> dict[str, Tensor]:

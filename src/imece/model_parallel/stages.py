@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +69,22 @@ def shapes(stages: Sequence[nn.Module], inputs: Values, device: torch.device) ->
     ]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the stages of one schedule have in common on this rank."""
+
+    along: Sequence[Values]
+    """The result of `shapes`."""
+    device: torch.device
+    group: dist.ProcessGroup
+    marks: list[Mark]
+    """Gets what each stage did when."""
+    before_last: Callable[[int], None]
+    """Called with a stage's number before its last backward of a step."""
+    beside: Callable[[int], dict[str, Tensor]]
+    """By a micro-batch's number, what this rank gives to each of its stages by name."""
+
+
 class TimedStage(PipelineStage):
     """A stage of torch's that records when it was busy, and checks that its outputs have the agreed
     shapes.
@@ -76,26 +93,14 @@ class TimedStage(PipelineStage):
     for all micro-batches of a step.
     """
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        number: int,
-        along: Sequence[Values],
-        device: torch.device,
-        group: dist.ProcessGroup,
-        marks: list[Mark],
-        before_last: Callable[[int], None],
-        beside: Callable[[int], dict[str, Tensor]],
-        sent: Sent | None,
-    ) -> None:
-        """number: of the stage. along: the result of `shapes`. before_last: called with the number before the
-        last backward of a step. beside: function of a micro-batch's number that returns what this rank gives
-        to each of its stages by name. sent: of all stages of this rank; None: torch sends, and waits."""
-        inputs, self._agreed = along[number], along[number + 1]
-        super().__init__(stage, number, len(along) - 1, device, inputs, self._agreed, group=group)
-        self._marks, self._before_last, self._beside, self._sent = marks, before_last, beside, sent
+    def __init__(self, stage: nn.Module, number: int, run: Run, sent: Sent | None) -> None:
+        """number: of the stage. sent: of all stages of this rank; None: torch sends, and waits."""
+        inputs, self._agreed = run.along[number], run.along[number + 1]
+        stages = len(run.along) - 1
+        super().__init__(stage, number, stages, run.device, inputs, self._agreed, group=run.group)
+        self._run, self._sent = run, sent
         self._kinds: dict[Any, Tensor] | None = None  # of all that other ranks send: a tensor without memory
-        self._nothing = torch.empty(0, device=device)
+        self._nothing = torch.empty(0, device=run.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """As torch's, into memory of their own."""
@@ -134,7 +139,7 @@ class TimedStage(PipelineStage):
     ) -> Any:
         self._free_unused()
         with self._busy("forward", fwd_chunk_id):
-            beside = {**(kwargs or {}), **self._beside(fwd_chunk_id)}
+            beside = {**(kwargs or {}), **self._run.beside(fwd_chunk_id)}
             output = super().forward_one_chunk(fwd_chunk_id, args, beside, save_forward_output)
         if not self.has_backward:  # nobody needs the inputs any more, nor outputs that are not sent
             outputs, _ = self.fwd_cache[fwd_chunk_id]
@@ -154,7 +159,7 @@ class TimedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if last_backward:
-            self._before_last(self.stage_index)
+            self._run.before_last(self.stage_index)
         with self._busy("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if isinstance(loss, Tensor):  # torch keeps all losses of a step, and with a graph what came for it
@@ -201,7 +206,7 @@ class TimedStage(PipelineStage):
             raise StageError(
                 f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {cause}"
             ) from cause
-        self._marks.append(Mark(what, self.stage_index, micro_batch, start, Moment(self.device)))
+        self._run.marks.append(Mark(what, self.stage_index, micro_batch, start, Moment(self.device)))
 
 
 class _Interleaved(ScheduleInterleaved1F1B):
@@ -223,26 +228,12 @@ def _wait(sent: Sent, left: int) -> None:
             work.wait()
 
 
-def schedule_of(
-    name: str,
-    stages: dict[int, nn.Module],
-    along: list[Values],
-    micro_batches: int,
-    loss: Loss,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    marks: list[Mark],
-    before_last: Callable[[int], None],
-    beside: Callable[[int], dict[str, Tensor]],
-) -> Any:
-    """torch's schedule for this rank's stages. along, before_last, beside: as for TimedStage."""
+def schedule_of(name: str, stages: Mapping[int, nn.Module], run: Run, micro_batches: int, loss: Loss) -> Any:
+    """torch's schedule for this rank's stages, which are by number."""
     # Other schedules of torch's wait for what they send, some in one batch with what they receive.
     keeps = name == "interleaved" and issubclass(ScheduleInterleaved1F1B, _PipelineScheduleRuntime)
     sent: Sent | None = deque() if keeps else None
-    made = [
-        TimedStage(stage, number, along, device, group, marks, before_last, beside, sent)
-        for number, stage in stages.items()
-    ]
+    made = [TimedStage(stage, number, run, sent) for number, stage in stages.items()]
     if name == "interleaved":
         interleaved = _Interleaved(made, micro_batches, loss, scale_grads=False)  # type: ignore[arg-type]
         interleaved.sent = sent if sent is not None else deque()
