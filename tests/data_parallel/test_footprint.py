@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import imece
-from imece.data_parallel.footprint import counted, expected, optimizer_tensors, predict
+from imece.data_parallel.footprint import LaidOut, counted, expected, optimizer_tensors
 from imece.data_parallel.reducing.buckets import Bucket
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -33,24 +33,16 @@ def test_the_formulae_of_adam_in_fp32(ranks: int) -> None:
         strategy = STRATEGIES[name]
         laid = build(items, cap_bytes=3 * 4 * LENGTH, shards=ranks if strategy.optimizer else 1)
         state = dict.fromkeys(range(len(laid.buckets)), 8)
-        found = predict(laid, strategy, 0, state, parameter_bytes=4, reduce_bytes=4)
+        laid_out = LaidOut(laid, strategy, state, parameter_bytes=4, reduce_bytes=4)
+        found = laid_out.footprint(0)
         assert found.total / (16 * LENGTH) == pytest.approx(expected_bytes)
-        filled = predict(
-            laid,
-            strategy,
-            0,
-            state,
-            parameter_bytes=4,
-            reduce_bytes=4,
-            filling=[0],
-            gathered=laid.buckets[1].nbytes,
-        )
+        filled = replace(laid_out, filling=[0], gathered=laid.buckets[1].nbytes).footprint(0)
         assert filled.communication == 2 * 3 * 4 * LENGTH
 
 
 def test_masters_of_bf16_belong_to_the_optimizer() -> None:
     laid = build([Item("x", (LENGTH,), "bfloat16", 2)], cap_bytes=10**9, shards=2)
-    found = predict(laid, find_strategy("ZeRO-2"), 1, {0: 8}, parameter_bytes=2, reduce_bytes=2)
+    found = LaidOut(laid, find_strategy("ZeRO-2"), {0: 8}, parameter_bytes=2, reduce_bytes=2).footprint(1)
     assert found == Footprint(2 * LENGTH, 2 * LENGTH, 6 * LENGTH, 0)
     assert str(found) == "0.0 parameters + 0.0 gradients + 0.0 optimizer = 0.0 MB"
     assert str(Footprint(10**6, 0, 0, 25 * 10**5)) == "1.0 parameters + 2.5 communication = 3.5 MB"

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import imece
 from imece.bench.reference_model import LARGE, REFERENCE, Decoder, Shape
-from imece.data_parallel.footprint import predict
+from imece.data_parallel.footprint import LaidOut
 from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Sizes, footprint
 from imece.layout import Item, build
@@ -121,11 +121,12 @@ def test_of_our_engine_it_is_what_the_engine_lays(
     root = [bucket.index for bucket in laid.buckets if bucket.group == 0]
     others = [bucket.index for bucket in laid.buckets if bucket.group]
     largest = [max(laid.buckets, key=lambda bucket: bucket.numel).index] if not by_unit else root + others[:1]
-    expected = predict(
-        laid, divides, 0, dict.fromkeys(range(len(laid.buckets)), 8), parameter_bytes=4, reduce_bytes=4,
+    laid_out = LaidOut(
+        laid, divides, dict.fromkeys(range(len(laid.buckets)), 8), parameter_bytes=4, reduce_bytes=4,
         filling=largest if divides.gradients else [],
         gathered=sum(laid.buckets[at].nbytes for at in root + others[:2]) if by_unit else 0,
     )  # fmt: skip
+    expected = laid_out.footprint(0)
     model = of_module(module, "reference")
     recipe = Recipe(256, precision=IMECE_CPU.precision, bucket_bytes=5 * 2**20)
     shard = ranks if divides.optimizer else 1

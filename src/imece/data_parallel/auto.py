@@ -25,7 +25,7 @@ from imece.buckets import default_cap_bytes, filling, gathered, most_under_way, 
 from imece.collectives.shared_memory.segment import available_bytes
 from imece.collectives.texts import gather_texts
 from imece.data_parallel import arguments
-from imece.data_parallel.footprint import optimizer_tensors, predict
+from imece.data_parallel.footprint import LaidOut, optimizer_tensors
 from imece.data_parallel.optimizer import is_element_wise, kinds_of
 from imece.data_parallel.reducing.way import (
     HIERARCHICAL,
@@ -190,10 +190,9 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
     frozen_laid = frozen.lay(shards, None if gathers else cap_bytes)
     by_unit = [(unit, bucket.numel * parameter) for unit, _, bucket in numbered]
     by_unit += [(frozen.pairs[bucket.group][0], bucket.nbytes) for bucket in frozen_laid.buckets]
-    found = predict(
+    laid_out = LaidOut(
         laid,
         strategy,
-        0,
         {bucket.index: state.get(kind, 0) * master for _, kind, bucket in numbered},
         parameter_bytes=parameter,
         reduce_bytes=precision.reduce.itemsize if precision.reduce is not None else parameter,
@@ -205,6 +204,7 @@ def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | 
         takes=pinned_bytes,
         casts=gathers and offload is None and parameter != master and casts_fast(given.device),
     )
+    found = laid_out.footprint(0)
     return replace(found, parameters=found.parameters + rest)
 
 

@@ -4,7 +4,7 @@ live memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim import Optimizer
@@ -15,63 +15,76 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.strategy import Strategy
 from imece.footprint import Footprint, Offload, Sizes, footprint
-from imece.layout import Bucket, Layout
+from imece.layout import Layout
 
 # Tensors of the parameter's size that an optimizer keeps for each parameter; unknown for all others.
 _KEPT = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Muon": 1}
 
 
-def predict(
-    laid: Layout,
-    strategy: Strategy,
-    rank: int,
-    state_bytes: Mapping[int, float],
-    *,
-    parameter_bytes: int,
-    reduce_bytes: int,
-    master_bytes: int = 4,
-    filling: Collection[int] = (),
-    gathered: int = 0,
-    frozen: Layout | None = None,
-    offload: Offload | None = None,
-    takes: Callable[[int], int] = int,
-    casts: bool = False,
-) -> Footprint:
-    """The footprint by arithmetic on the layout. rank: within its shard group.
+@dataclass(frozen=True)
+class LaidOut:
+    """A model that is laid out for a strategy, and what its elements take."""
 
-    state_bytes: by bucket, bytes of optimizer state per element. *_bytes: per element of parameters, of
-    gradient buckets, and of what the optimizer steps. filling: buckets that have memory at the same time, if
-    gradients are sharded. gathered: bytes of parameters that are gathered at the same time. frozen: frozen
-    parameters that are sharded. offload: what lies in the host's memory. takes: see `offload.Offload`. casts:
-    units are gathered from masters with more bits.
-    """
+    laid: Layout
+    strategy: Strategy
+    state_bytes: Mapping[int, float]
+    """By bucket: of the optimizer's state, for an element."""
+    parameter_bytes: int
+    """Of an element of the parameters."""
+    reduce_bytes: int
+    """Of an element of the buckets of gradients."""
+    master_bytes: int = 4
+    """Of an element of what the optimizer steps."""
+    filling: Collection[int] = ()
+    """Buckets that have memory at the same time, if gradients are sharded."""
+    gathered: int = 0
+    """Bytes of parameters that are gathered at the same time."""
+    frozen: Layout | None = None
+    """Of frozen parameters that are sharded."""
+    offload: Offload | None = None
+    """What lies in the host's memory."""
+    takes: Callable[[int], int] = int
+    """See `offload.Offload`."""
+    casts: bool = False
+    """Units are gathered from masters with more bits."""
 
-    def owned(bucket: Bucket) -> int:
-        start, stop = bucket.shard(rank) if strategy.optimizer else (0, bucket.numel)
-        return sum(part.item_stop - part.item_start for part in bucket.parts(start, stop))
+    def footprint(self, rank: int) -> Footprint:
+        """The bytes of a rank, by arithmetic on the layout. rank: within its shard group."""
+        laid, offload = self.laid, self.offload
+        sizes = Sizes(
+            whole=sum(bucket.numel for bucket in laid.buckets),
+            shard=sum(bucket.shard_numel for bucket in laid.buckets),
+            filling=sum(laid.buckets[index].numel for index in self.filling),
+        )
+        found = footprint(
+            sizes, self.strategy, parameter_bytes=self.parameter_bytes, reduce_bytes=self.reduce_bytes,
+            master_bytes=self.master_bytes, state_bytes=self._state(rank),
+            own_bytes=0 if self.casts else None, offload=offload,
+        )  # fmt: skip
+        frozen = self.frozen.buckets if self.frozen is not None else ()
+        still = [bucket.shard_numel * bucket.itemsize for bucket in frozen]
+        found = replace(found, communication=found.communication + self.gathered)
+        if offload != "parameters":
+            found = replace(found, parameters=found.parameters + sum(still))
+        if offload is None:
+            return found
+        hosted = [self.master_bytes, self.master_bytes]  # of a shard: what is stepped, and its gradients
+        if offload == "parameters" and self.parameter_bytes != self.master_bytes:
+            hosted.append(self.parameter_bytes)
+        sizes_bytes = [bucket.shard_numel * each for bucket in laid.buckets for each in hosted]
+        host = found.host + sum(self.takes(nbytes) - nbytes for nbytes in sizes_bytes)
+        if offload == "parameters":
+            host += sum(map(self.takes, still))
+        return replace(found, host=host)
 
-    state = sum(round(owned(bucket) * state_bytes.get(bucket.index, 0)) for bucket in laid.buckets)
-    sizes = Sizes(
-        whole=sum(bucket.numel for bucket in laid.buckets),
-        shard=sum(bucket.shard_numel for bucket in laid.buckets),
-        filling=sum(laid.buckets[index].numel for index in filling),
-    )
-    found = footprint(
-        sizes, strategy, parameter_bytes=parameter_bytes, reduce_bytes=reduce_bytes,
-        master_bytes=master_bytes, state_bytes=state, own_bytes=0 if casts else None, offload=offload,
-    )  # fmt: skip
-    still = [bucket.shard_numel * bucket.itemsize for bucket in frozen.buckets] if frozen is not None else []
-    found = replace(found, communication=found.communication + gathered)
-    if offload != "parameters":
-        found = replace(found, parameters=found.parameters + sum(still))
-    if offload is None:
-        return found
-    hosted = [master_bytes, master_bytes]  # of each bucket's shard: what is stepped, and its gradients
-    if offload == "parameters" and parameter_bytes != master_bytes:
-        hosted.append(parameter_bytes)
-    sizes_bytes = [bucket.shard_numel * each for bucket in laid.buckets for each in hosted]
-    host = found.host + sum(takes(nbytes) - nbytes for nbytes in sizes_bytes)
-    return replace(found, host=host + sum(map(takes, still)) if offload == "parameters" else host)
+    def _state(self, rank: int) -> int:
+        """Bytes of the optimizer's state."""
+        total = 0
+        for bucket in self.laid.buckets:
+            start, stop = bucket.shard(rank) if self.strategy.optimizer else (0, bucket.numel)
+            owned = sum(part.item_stop - part.item_start for part in bucket.parts(start, stop))
+            total += round(owned * self.state_bytes.get(bucket.index, 0))
+        return total
 
 
 def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> Footprint | None:
@@ -93,10 +106,9 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
     frozen = _bytes(_whole_frozen(model))
     state_bytes = {each.plan.index: kept.get(each.kind, 0) * each.master.itemsize for each in sharding.stores}
     numbered = [(each.unit, each.kind, each.plan) for each in sharding.stores]
-    found = predict(
+    laid_out = LaidOut(
         sharding.layout,
         sharding.strategy,
-        sharding.rank,
         state_bytes,
         parameter_bytes=store.parameters.itemsize,
         reduce_bytes=(sharding.precision.reduce or store.parameters.dtype).itemsize,
@@ -115,6 +127,7 @@ def expected(model: DistributedDataParallel, optimizers: Sequence[Optimizer]) ->
         takes=sharding.offload.takes if sharding.offload is not None else int,
         casts=store.has_more_bits and store.own is store.master,
     )
+    found = laid_out.footprint(sharding.rank)
     return replace(found, parameters=found.parameters + frozen)
 
 
