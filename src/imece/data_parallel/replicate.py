@@ -31,6 +31,7 @@ from imece.data_parallel.optimizer import rates_of
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward, refusals, task
+from imece.data_parallel.reducing.buckets import Gradients
 from imece.data_parallel.reducing.comm_hook import CommHook, Hook
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.line import Line, Suspicion
@@ -67,6 +68,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     sharding: Sharding | None = None
     """How the model lies on the ranks, if it is sharded, except between `leave` and `regroup`."""
+    _home: torch.device | None = None  # where a model on the meta device will be
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self._refuse_shared()
         if self.process_group.size() > 1:
             arguments.warn_of_max_norm(module)
-        self.device = self._trained[0][1].device
+        self.device = self._home or self._trained[0][1].device
         self.device_type = self.device.type
         devices = {each.device for _, each in self._trained}
         self.is_multi_device_module = len(devices) > 1
@@ -264,10 +266,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             torch._foreach_mul_(gradients, factor)
 
     def _gradients(self, only: Collection[int] | None) -> list[torch.Tensor]:
+        stepped = self.reducer.slots if self.sharding is None else self.sharding.parts
         return [
-            slot.parameter.grad
-            for slot in self.reducer.slots
-            if slot.parameter.grad is not None and (only is None or slot.index in only)
+            each.parameter.grad
+            for each in stepped
+            if each.parameter.grad is not None and (only is None or each.index in only)
         ]
 
     def _counted(self, only: Collection[int] | None) -> Collection[int] | None:
@@ -298,22 +301,27 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     @property
     def parts(self) -> Sequence[Part]:
-        """This rank's parts of sharded parameters, which only it keeps and steps: none here."""
-        return ()
+        """This rank's parts of sharded parameters, which only it keeps and steps."""
+        return self.sharding.parts if self.sharding is not None else ()
 
     @property
     def frozen_parts(self) -> Sequence[Part]:
-        """This rank's parts of sharded frozen parameters, which nothing steps: none here."""
-        return ()
+        """This rank's parts of sharded frozen parameters, which nothing steps."""
+        return self.sharding.frozen_parts if self.sharding is not None else ()
 
     @property
     def sharded_names(self) -> list[str]:
-        """Names of parameters that are kept in parts: none here."""
-        return []
+        """Names of parameters that are kept in parts: trained ones first, then frozen ones, each in
+        registration order."""
+        return (
+            [slot.name for slot in self.sharding.slots] + self.frozen_names
+            if self.sharding is not None
+            else []
+        )
 
     @property
     def frozen_names(self) -> list[str]:
-        """Names of frozen parameters that are kept in parts: none here."""
+        """Names of frozen parameters that are kept in parts, in registration order: none here."""
         return []
 
     @contextlib.contextmanager
@@ -334,7 +342,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """After something other than their optimizer wrote `parts`: give all ranks the new values."""
 
     def settle(self) -> None:
-        """Wait for whatever the latest steps began, such as a gather: here nothing."""
+        """Wait for whatever the latest steps began, such as a gather."""
+        if self.sharding is not None:
+            self.sharding.settle()
 
     # Other ranks.
 
@@ -581,22 +591,26 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         other_models.refuse_shared(self.module, (), shards_parameters=False)
 
     def _make_reducer(self) -> None:
+        self.reducer = Reducer(
+            self._make_gradients(),
+            self.process_group,
+            Average(self._over, self.process_group, self.device),
+            self,
+            overlap=self._way.overlap,
+            static_graph=self.static_graph,
+            finite=Finite(self.process_group) if self._check_finite else None,
+            suspicion=self._suspicion() if self._way.overlap else None,
+        )
+
+    def _make_gradients(self) -> Gradients:
+        """Where gradients lie among these ranks."""
         caps = Caps(
             self.bucket_bytes_cap_list or self.bucket_bytes_cap,
             FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
             self._choose_cap,
         )
-        way = self._way
-        self.reducer = Reducer(
-            WholeGradients(self._trained, self.process_group, caps, schedule=way.schedule, wire=way.wire),
-            self.process_group,
-            Average(self._over, self.process_group, self.device),
-            self,
-            overlap=way.overlap,
-            static_graph=self.static_graph,
-            finite=Finite(self.process_group) if self._check_finite else None,
-            suspicion=self._suspicion() if way.overlap else None,
-        )
+        schedule, wire = self._way.schedule, self._way.wire
+        return WholeGradients(self._trained, self.process_group, caps, schedule=schedule, wire=wire)
 
     def _suspicion(self) -> Suspicion | None:
         """What the first backward has to find out: with find_unused_parameters ranks use different

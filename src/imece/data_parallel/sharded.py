@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 from imece.buckets import default_cap_bytes
 from imece.collectives import ops
 from imece.data_parallel import other_models
-from imece.data_parallel.average import Average, Over
+from imece.data_parallel.average import Over
 from imece.data_parallel.compiled import waits_before_compiled
 from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
-from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.reducing import in_backward
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.way import HIERARCHICAL, leave_together
@@ -42,7 +41,6 @@ from imece.data_parallel.sharding.gathered import fill_state, gathered, loading
 from imece.data_parallel.sharding.gathering import Gathering, GatherOptions
 from imece.data_parallel.sharding.meta import Filling, Init
 from imece.data_parallel.sharding.offload import Offload
-from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stepped import SteppedParts
 from imece.data_parallel.sharding.stores import Division
 from imece.data_parallel.sharding.trained import (
@@ -51,7 +49,7 @@ from imece.data_parallel.sharding.trained import (
     refuse_subclasses,
     refuse_tied_by_data,
 )
-from imece.data_parallel.sharding.units import Unit, find_units, owners_of
+from imece.data_parallel.sharding.units import find_units, owners_of
 from imece.data_parallel.strategy import ShardGroups, Strategy
 from imece.mesh import Mesh
 
@@ -90,6 +88,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """Arguments as for `parallelize`. groups: which ranks divide the model, and which hold the
         same shard."""
         self._optimizers, self._groups, self._options = list(optimizers), groups, options
+        self._home = options.home
         self._dtypes: list[torch.dtype] | None = None  # dtypes of masters; None until there are any
         self._frozen_shared: list[tuple[str, torch.Tensor]] | None = None
         self._has_frozen: int | None = None  # while ranks change: the rank that has all frozen parameters
@@ -103,21 +102,17 @@ class ShardedDataParallel(DistributedDataParallel):
         )  # fmt: skip
         torch_calls.watch(self)
 
-    def _make_reducer(self) -> None:
-        named = self._trained
+    def _make_gradients(self) -> Sharding:
+        is_first = self._dtypes is None  # not when the ranks have changed
         self._check_divisible(self._groups)
-        if self._dtypes is None:
-            in_backward.refuse(named)
-            refuse_subclasses(named)
-            refuse_tied_by_data(named, [each for each in self._frozen if can_lie_flat(each[1])])
-            precision, home = self._options.precision, self._options.home or self.device
-            precision.check(named)
-            if precision.param is not None:
-                refuse_batch_norms(self.module, precision.param, home, self.parameters_to_ignore)
-        units, gathering, fill = self._divide()
-        trained = Trained.of(named, self._optimizers, self.module, units, self._dtypes)
-        check_same_optimizers(who_steps(named, self._optimizers), self.process_group, self.device)
-        options = self._options
+        if is_first:
+            self._check_model()
+        options, home, gathers = self._options, self._home, self._gathers()
+        units = find_units(self.module, options.gather.units) if gathers or home is not None else []
+        gathering = Gathering(units, self._groups.shard, options.gather, self._schedule) if gathers else None
+        fill = Filling(units, home, self.process_group, options.init) if home and is_first else None
+        trained = Trained.of(self._trained, self._optimizers, self.module, units, self._dtypes)
+        check_same_optimizers(who_steps(self._trained, self._optimizers), self.process_group, self.device)
         frozen = self._frozen_to_share() if options.strategy.parameters else []
         division = Division(
             options.strategy,
@@ -142,19 +137,32 @@ class ShardedDataParallel(DistributedDataParallel):
             self.sync_rest(0)
         if gathering is not None:
             gathering.hook()
-        if self._dtypes is None:
+        if is_first:
             self._dtypes = list(trained.dtypes)
             self._begin()
-        else:
-            for stepped in self.stepped:
-                stepped.divide(self.sharding)
-        self.reducer = Reducer(
-            self.sharding,
-            self.process_group,
-            Average(self._over, self.process_group, self.device),
-            self,
-            overlap=self._way.overlap,
-        )
+        for stepped in () if is_first else self.stepped:
+            stepped.divide(self.sharding)
+        return self.sharding
+
+    def _check_model(self) -> None:
+        """ValueError, MismatchError for a model that cannot be sharded like this."""
+        named, precision = self._trained, self._options.precision
+        in_backward.refuse(named)
+        refuse_subclasses(named)
+        refuse_tied_by_data(named, [each for each in self._frozen if can_lie_flat(each[1])])
+        precision.check(named)
+        if precision.param is not None:
+            refuse_batch_norms(self.module, precision.param, self.device, self.parameters_to_ignore)
+        if self._home is not None:  # others were compared before values were sent
+            check_same_shapes(self._alike(), self.process_group, self.device)
+
+    def _gathers(self) -> bool:
+        """Whether parameters are gathered by unit. ValueError if they are not, and are to lie on the host."""
+        options = self._options
+        wanted = options.gather.wanted(options.strategy, self._groups.in_common(self.device))
+        if options.offload is not None and options.offload.parameters and not wanted:
+            raise ValueError("offload='parameters' needs units that are gathered: pass gather=True")
+        return wanted
 
     def _frozen_to_share(self) -> list[tuple[str, torch.Tensor]]:
         """When ranks change, these are the same parameters again, whatever their class is while they
@@ -280,25 +288,6 @@ class ShardedDataParallel(DistributedDataParallel):
         """The schedule was chosen for the group of all ranks, and holds for no other group."""
         return self._way.schedule if self._groups.shard is self._groups.world else None
 
-    def _divide(self) -> tuple[list[Unit], Gathering | None, Filling | None]:
-        """The units, who gathers them, and who fills them, as far as this model needs that."""
-        group, home, options = self._groups.shard, self._options.home, self._options
-        fills = home is not None and self._dtypes is None
-        if home is not None and fills:
-            self.device, self.device_type = home, home.type
-            self._choose_way()  # now that the device is known
-            everything = [*self.module.named_parameters(), *self.module.named_buffers()]
-            check_same_shapes(everything, self.process_group, home)
-        gathers = options.gather.wanted(options.strategy, self._groups.in_common(self.device))
-        if options.offload is not None and options.offload.parameters and not gathers:
-            raise ValueError("offload='parameters' needs units that are gathered: pass gather=True")
-        units = find_units(self.module, options.gather.units) if gathers or home is not None else []
-        return (
-            units,
-            Gathering(units, group, options.gather, self._schedule) if gathers else None,
-            Filling(units, home, self.process_group, options.init) if home is not None and fills else None,
-        )
-
     def sync_rest(self, root: int) -> None:
         """Give all ranks rank `root`'s values of what is not sharded: buffers and whole frozen parameters.
         A collective."""
@@ -385,13 +374,6 @@ class ShardedDataParallel(DistributedDataParallel):
         self._tell_joined(Turn.SCALE, factor)
         super().scale_gradients(factor, only)
 
-    def _gradients(self, only: Collection[int] | None) -> list[torch.Tensor]:
-        return [
-            part.parameter.grad
-            for part in self.sharding.parts
-            if part.parameter.grad is not None and (only is None or part.index in only)
-        ]
-
     # Under join: ranks that have run out of inputs do the same to their parts.
 
     def _tell_joined(self, turn: Turn = Turn.FORWARD, number: float = 0.0) -> None:
@@ -436,28 +418,9 @@ class ShardedDataParallel(DistributedDataParallel):
         return self.sharding.strategy.name
 
     @property
-    def parts(self) -> Sequence[Part]:
-        """As in DistributedDataParallel."""
-        return self.sharding.parts
-
-    @property
-    def frozen_parts(self) -> Sequence[Part]:
-        """As in DistributedDataParallel."""
-        return self.sharding.frozen_parts
-
-    @property
-    def sharded_names(self) -> list[str]:
-        """As in DistributedDataParallel: trained ones first, then frozen ones, each in registration order."""
-        return [slot.name for slot in self.sharding.slots] + self.frozen_names
-
-    @property
     def frozen_names(self) -> list[str]:
         """As in DistributedDataParallel, in registration order."""
         return [name for name, _ in self._frozen_shared or ()]
-
-    def settle(self) -> None:
-        """As in DistributedDataParallel."""
-        self.sharding.settle()
 
     def take_over_masters(self) -> None:
         """After something other than their optimizer wrote the parts: give all ranks the new values.
