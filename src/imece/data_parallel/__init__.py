@@ -11,6 +11,7 @@ across, other_models         other parts of the same model; other models with th
 alone, closure               steps of whole parameters by which ranks would drift apart
 optimizer, optimizer_state   any torch optimizer: questions about it; what it keeps, for other ranks
 grad_scaler, compiled        torch's GradScaler and torch.compile with any strategy
+torch_calls                  torch's own clipping functions on a rank's parts
 footprint                    bytes on one rank, expected and counted
 arguments, torch_names       torch's interface; outputs.py finds tensors in what a module returned
 """

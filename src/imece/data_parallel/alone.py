@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.reducing.refusals import FROM_ONE_RANK
 from imece.data_parallel.reducing.sharing import living
-
-if TYPE_CHECKING:
-    from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel
 
 
 def warn_of_steps_alone(optimizer: Optimizer, model: DistributedDataParallel) -> None:

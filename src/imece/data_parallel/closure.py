@@ -9,16 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import by_rank, texts_that_differ
 from imece.errors import MismatchError
-
-if TYPE_CHECKING:
-    from imece.data_parallel.replicate import DistributedDataParallel
 
 
 def check_closures(optimizer: Optimizer, model: DistributedDataParallel) -> None:

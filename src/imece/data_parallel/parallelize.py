@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.data_parallel import torch_calls
 from imece.data_parallel.across import AcrossModel, is_across, refuse_whole_matrices
 from imece.data_parallel.alone import refuse_what_nobody_sums, warn_of_steps_alone
 from imece.data_parallel.arguments import bucket_caps, check_way
@@ -22,7 +23,6 @@ from imece.data_parallel.optimizer import stepped_by
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
-from imece.data_parallel.sharding import torch_calls
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.gathering import GatherOptions
 from imece.data_parallel.sharding.meta import Init, is_meta
@@ -168,6 +168,7 @@ def parallelize(
         wire=wire,
         overlap=overlap,
     )
+    torch_calls.watch(wrapped)
     return _known(wrapped, arranged, optimizers), made
 
 

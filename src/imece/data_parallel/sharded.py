@@ -29,7 +29,6 @@ from imece.data_parallel.reducing.way import HIERARCHICAL, leave_together
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
-from imece.data_parallel.sharding import torch_calls
 from imece.data_parallel.sharding.cast import (
     MixedPrecision,
     cast_buffers,
@@ -100,7 +99,6 @@ class ShardedDataParallel(DistributedDataParallel):
             module, process_group=groups.world, bucket_cap_mb=bucket_cap_mb, average=average, wire=wire,
             overlap=overlap, init_sync=options.home is None,
         )  # fmt: skip
-        torch_calls.watch(self)
 
     def _make_gradients(self) -> Sharding:
         is_first = self._dtypes is None  # not when the ranks have changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,8 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from imece.data_parallel.buffers import BufferHook, BufferSync, Hook
+from imece.data_parallel.reducer import Reducer
 from imece.data_parallel.same import sync_from
-
-if TYPE_CHECKING:
-    from imece.data_parallel.reducer import Reducer
 
 _BUILTIN_HOOKS = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,

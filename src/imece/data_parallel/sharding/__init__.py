@@ -7,5 +7,5 @@ borrowed, accumulated      memory for gradients; which gradients were summed and
 stepped, cut_state, moved  the user's optimizer on this rank's parts
 offload, cast, block_wise  the host's memory, other dtypes, 8-bit optimizers
 gathered, written, meta    the whole model for a while; foreign writes; models without memory
-torch_calls, divided       torch's clipping functions on parts; whoever asks a parameter for its gradient
+divided                    whoever asks a parameter for its gradient
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
@@ -27,13 +27,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.other_models import wrapped
+from imece.data_parallel.reducing.buckets import Slot
+from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.sharded import ShardedDataParallel
+from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.sharding.stepped import SteppedParts
-
-if TYPE_CHECKING:
-    from imece.data_parallel.reducing.buckets import Slot
-    from imece.data_parallel.replicate import DistributedDataParallel
-    from imece.data_parallel.sharded import ShardedDataParallel
-    from imece.data_parallel.sharding.parts import Part
 
 _left = WeakTensorKeyDictionary()  # parameters in shared memory whose model is gone
 _SEVERAL = "these are of several models, one of them sharded or divided: call it for each model"
@@ -49,13 +47,15 @@ def watch(model: ShardedDataParallel) -> None:
 
 
 def _sharded_models() -> list[ShardedDataParallel]:
-    return [cast("ShardedDataParallel", each) for each in wrapped() if each.sharding is not None]
+    """Without those between leave() and regroup()."""
+    models = (each for each in wrapped() if isinstance(each, ShardedDataParallel))
+    return [each for each in models if each.sharding is not None]
 
 
 def _divided_models() -> list[DistributedDataParallel]:
     """Replicated models whose other parts are on other ranks."""
-    whole = (cast("DistributedDataParallel", each) for each in wrapped() if each.sharding is None)
-    return [each for each in whole if each.across is not None]
+    models = (each for each in wrapped() if isinstance(each, DistributedDataParallel))
+    return [each for each in models if each.sharding is None and each.across is not None]
 
 
 def _leave(parameters: Iterable[weakref.ref[torch.Tensor]]) -> None:
