@@ -518,7 +518,8 @@ def late_groups(group: dist.ProcessGroup) -> None:
                 optimizer.add_param_group({"params": given, "lr": 0.2})
             assert str(caught.value) == (
                 f"parameter {name} is given to SGD after parallelize, and its gradient would not come here: "
-                "give it before parallelize, wanting a gradient"
+                "give it before parallelize, wanting a gradient. To train it later only, freeze it after "
+                "parallelize, and thaw it in its turn"
             )
         assert len(optimizer.param_groups) == 1
         optimizer.param_groups[0]["params"].append(inner[1].weight)
@@ -552,6 +553,7 @@ def old_gradients(group: dist.ProcessGroup) -> None:
                     model(torch.ones(2, 16)).mean().backward()
                 optimizer.step()
         said = [str(each.message) for each in caught if "zero_grad" in str(each.message)]
+        assert all(each.filename == __file__ for each in caught), caught
         assert len(said) == expected, (way, said)
         for text in said:
             assert text == (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from imece.data_parallel import script
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.reducing.refusals import FROM_ONE_RANK
 from imece.data_parallel.reducing.sharing import living
@@ -32,14 +33,14 @@ def warn_of_steps_alone(optimizer: Optimizer, model: DistributedDataParallel) ->
                 warnings.warn(
                     f"{kind} steps by gradients of this rank alone, and the ranks drift apart: the model "
                     f"that parallelize returned with it, which sums them, is gone: keep it and call it",
-                    stacklevel=2,
+                    stacklevel=script.level(),
                 )
         elif (name := model.reducer.unsummed(parameters_of(stepped))) is not None:
             said = True
             warnings.warn(
                 f"{kind} steps {name} by a gradient of this rank alone, and the ranks drift apart: it came "
                 f"{FROM_ONE_RANK}",
-                stacklevel=2,
+                stacklevel=script.level(),
             )
 
     optimizer.register_step_pre_hook(before_step)

@@ -116,7 +116,9 @@ def stepped_by(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[int, i
             if id(parameter) not in names:
                 raise ValueError(
                     f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is "
-                    f"none of the model's: make it of the parameters of the model that is given with it"
+                    f"none of the model's: make it of the parameters of the model that is given with it. If "
+                    f"another module has that one, as a loss may, put both into one module, or wrap that one "
+                    f"too, with an optimizer of its own"
                 )
             if number.setdefault(id(parameter), at) != at:
                 raise ValueError(f"two optimizers step {names[id(parameter)]}: each parameter belongs to one")

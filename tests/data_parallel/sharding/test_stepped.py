@@ -127,8 +127,10 @@ def says_that_nothing_moves(group: dist.ProcessGroup) -> None:
                 f"this rank's parts: have it look into optimizer.param_groups in each step, or use "
                 f"strategy='replicate'"
             )
-        with pytest.warns(UserWarning, match="Enclosed has stepped, and nothing.*: if it keeps parameters"):
+        said = "Enclosed has stepped, and nothing.*: if it keeps parameters"
+        with pytest.warns(UserWarning, match=said) as warned:
             first_three(Enclosed, strategy, group)
+        assert all(each.filename == __file__ for each in warned)
 
 
 def says_nothing_of_what_is_to_stay(group: dist.ProcessGroup) -> None:

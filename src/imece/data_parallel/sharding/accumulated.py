@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 
+from imece.data_parallel import script
+
 
 class Accumulated:
     """This state for the parameters of one sharded model, by their numbers."""
@@ -43,7 +45,7 @@ class Accumulated:
                 "backward adds to gradients that an optimizer has stepped with: call optimizer.zero_grad() "
                 "or model.zero_grad() in each step. parameter.grad = None and model.module.zero_grad() do "
                 "not reach the parts of a sharded model, which hold its gradients",
-                stacklevel=2,
+                stacklevel=script.level(),
             )
 
     def zeroed(self, kinds: Collection[int], set_to_none: bool) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from imece.data_parallel import script
+
 _GRAD: Any = torch.Tensor.grad
-_NOT_THE_SCRIPT = ("torch", "imece")
 _on: weakref.WeakSet[Divided] = weakref.WeakSet()
 
 
@@ -57,13 +58,12 @@ class Divided:
             f"parameter {name} has no .grad under strategy={self._strategy!r}: this rank's part of it is in "
             f"optimizer.param_groups. Let the code that reads, changes or drops gradients go over these "
             f"parts, or take strategy='replicate' (docs/sharding.md, Gradients after backward)",
-            stacklevel=4,
+            stacklevel=script.level(),
         )
 
 
 def _ask(parameter: torch.Tensor) -> None:
-    asks = sys._getframe(2).f_globals.get("__name__", "")
-    if asks.partition(".")[0] not in _NOT_THE_SCRIPT:
+    if script.is_script(sys._getframe(2)):
         for each in list(_on):
             each.tell(parameter)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from imece.data_parallel import script
 from imece.data_parallel.optimizer import numbers_by_key
 
 _DEPTH = 3  # levels of containers in an optimizer's attributes
@@ -78,7 +79,7 @@ class Moved:
                     f"{said}: its attribute {attribute} knows parameters by themselves, and {cure}, or use "
                     f"strategy='replicate'"
                 )
-        warnings.warn(f"{said}: if it keeps parameters somewhere, {cure}", stacklevel=2)
+        warnings.warn(f"{said}: if it keeps parameters somewhere, {cure}", stacklevel=script.level())
 
 
 def _to_move(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -248,7 +248,8 @@ class SteppedParts:
         name = names.get(id(parameter), f"of shape {list(parameter.shape)}, none of the model's,")
         return ValueError(
             f"parameter {name} is given to {type(self.optimizer).__name__} after parallelize, and its "
-            f"gradient would not come here: give it before parallelize, wanting a gradient"
+            f"gradient would not come here: give it before parallelize, wanting a gradient. To train it "
+            f"later only, freeze it after parallelize, and thaw it in its turn"
         )
 
     def _refuse_late(self) -> None:
