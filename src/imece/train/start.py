@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from signal import Signals
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from imece import mesh as meshes
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
-from imece.data.prepare import prepare
+from imece.data.prepare import Prepared, TextSource, prepare
 from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
@@ -65,7 +65,11 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     with folder.begun(config, lock):
         if config.lora.rank:
             open_base(config, folder)
-        read_inputs(config, ranks, partial(prepare, progress=progress))
+
+        def get(source: TextSource, tokenizer: Path, tokens: Path) -> Prepared:
+            return prepare(source, tokenizer, tokens, progress)
+
+        read_inputs(config, ranks, get)
     return ranks
 
 
