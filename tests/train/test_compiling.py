@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 import imece
 from imece.errors import UserError
 from imece.models.cross_entropy import cross_entropy
+from imece.models.foreign import ForeignConfig, ForeignModel
 from imece.models.generate import generate
+from imece.models.language_model import give_memory
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train import compiling
@@ -181,6 +183,64 @@ def test_blocks_with_adapters_are_all_compiled(anew: None) -> None:
     assert steps_of(model, 1, SEQ, True) == [0, 0], "a micro-batch that is smaller"
     assert steps_of(model, MICRO, SEQ, True) == [LAYERS, LAYERS]
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+_SIZE = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 4 * SEQ,
+}  # fmt: skip
+FOREIGN: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 4 * SEQ},
+    "gemma3_text": _SIZE | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_moe": _SIZE | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "separate", "graphs"), [("gpt2", False, 1), ("gemma3_text", True, 3), ("qwen3_moe", False, 2)]
+)
+def test_blocks_of_transformers(kind: str, separate: bool, graphs: int, anew: None) -> None:
+    """All kinds of them, before the first step: none in a step."""
+    pytest.importorskip("transformers")
+    model = ForeignModel(ForeignConfig.of(FOREIGN[kind] | {"model_type": kind})).train()
+    cheap = functools.partial(imece.compile_blocks, backend="aot_eager")
+    with mock.patch("imece.train.compiling.compile_blocks", cheap):
+        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"), CPU, separate)
+    assert all(each.is_meta for each in model.parameters())
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+    give_memory(model, CPU)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.normal_(std=0.3)
+    begins = {"begins": torch.arange(SEQ).sub(1).clamp(0, 3).expand(MICRO, -1)} if separate else {}
+    found = []
+    for stance in ("eager_on_recompile", "force_eager"):
+        with torch.compiler.set_stance(stance):
+            torch.manual_seed(2)
+            model.zero_grad()
+            calls = compiled_calls(model, tokens(MICRO, SEQ), Precision("fp32", "cpu"), True, **begins)
+        assert calls[:2] == ((4, 4) if stance == "eager_on_recompile" else (0, 0)), stance
+        gradients = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+        found.append((calls[2], torch.cat(gradients)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert len(list(generate(model, [1, 2], 4))) == 4
+
+
+def test_blocks_that_do_not_run_alone(anew: None) -> None:
+    pytest.importorskip("transformers")
+    model = ForeignModel(ForeignConfig.of(FOREIGN["gpt2"] | {"model_type": "gpt2"}))
+    with (
+        mock.patch.object(compiling._Alone, "forward", side_effect=RuntimeError("another\nand more")),
+        pytest.raises(
+            UserError, match=r"compile: blocks of the kind gpt2 do not run alone \(another\): leave"
+        ),
+    ):
+        compiling.compile_now(model, PLAN, Precision("fp32", "cpu"), CPU)
 
 
 @pytest.mark.parametrize(

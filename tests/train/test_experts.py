@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from imece.cli.main import main
 from imece.data.batches import Batches
 from imece.data.tokens import open_tokens
+from imece.errors import UserError
 from imece.models.hugging_face import read_config
 from imece.models.language_model import outline
 from imece.train.config import OptimizerSection
 from tests.train.command import in_fork, train
 from tests.train.compare import exact, last, records
 from tests.train.test_foreign import write_foreign
-from tests.train.test_origin import SEQ, words
+from tests.train.test_origin import SEQ, ready, words
 
 _SIZE = {
     "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4,
@@ -163,3 +164,10 @@ def test_is_exported_as_it_came(
     assert nats == pytest.approx(records(runs / run)[-1]["val_loss"], abs=2e-2 if run != "zero3" else 1e-5)
     assert main(["sample", str(tmp_path / "out"), "--tokens=5", "--seed=1", "--prompt=village"]) == 0
     assert capsys.readouterr().out.startswith("village")
+
+
+def test_a_loss_of_routers_is_not_compiled(tmp_path: Path) -> None:
+    write_foreign(tmp_path / "source", "qwen3_moe", **SOURCES["qwen3_moe"])
+    with pytest.raises(UserError, match="or write false for output_router_logits") as refused:
+        ready([*words(tmp_path, "source", "run"), "--compute.compile"])
+    assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()

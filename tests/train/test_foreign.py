@@ -142,7 +142,7 @@ def test_goes_on_and_is_exported_for_transformers(tmp_path: Path, capsys: pytest
     [
         ("gpt2", ["--mesh.tensor=2"], r"--mesh.tensor 2: .*/source is of the kind gpt2, which transformers"),
         ("gpt2", ["--mesh.pipeline=2"], "--mesh.pipeline 2: .* --strategy zero3 divides its parameters"),
-        ("gpt2", ["--compute.compile"], "--compute.compile: .*: leave that out"),
+        ("gpt2", ["--compute.compile", "--lora.rank=2", "--lora.quantize=nf4"], "nf4: .*: leave one out"),
         ("gpt2", ["--model.max-seq=33"], r"--model.max-seq 33: the model of .* has 32 positions: at most 32"),
         ("opt", ["--data.separate=True"], "its documents are not known to stay apart: --data.separate False"),
     ],

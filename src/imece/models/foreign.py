@@ -2,7 +2,7 @@
 
 Seen from outside they are like `Transformer`: the same calls, logits and options. They train on any number of
 data-parallel ranks, whatever these shard. What divides a model of ours from within (its matrices, layers and
-sequences) and what knows its parts (compiled blocks) does not take them.
+sequences) does not take them.
 
 A parameter has the name that transformers gives it, behind "inner.". Parameters are on the meta device until
 somebody gives them memory; buffers have theirs at once. Most are tables that a model computes for itself.
@@ -109,6 +109,11 @@ class ForeignConfig:
     def shapes(self) -> dict[str, Shape]:
         """The shapes of all parameters, and of buffers that files have, by their names in `ForeignModel`."""
         return _tensors(self.content).shapes | _tensors(self.content).kept
+
+    @property
+    def balances(self) -> bool:
+        """Whether routers learn to use all experts, by a loss of their own."""
+        return bool(json.loads(self.content).get("output_router_logits"))
 
     @property
     def keeps_apart(self) -> bool:

@@ -121,8 +121,15 @@ def _check_foreign(config: TrainConfig, shape: ForeignConfig) -> None:
             f"{_asked(config.mesh)}: {model}, so ranks cannot divide what is in it: leave that out; "
             "--strategy zero3 divides its parameters"
         )
-    if config.compute.compile:
-        raise UserError(f"--compute.compile: {model}: leave that out")
+    if config.compute.compile and config.lora.quantize != "none":
+        raise UserError(
+            f"--compute.compile and --lora.quantize {config.lora.quantize}: {model}: leave one out"
+        )
+    if config.compute.compile and shape.balances:
+        raise UserError(
+            f"--compute.compile: {model}, and its config.json asks for the routers' loss, whose inputs lie "
+            "amid blocks: leave that out, or write false for output_router_logits"
+        )
     if config.data.separates and not shape.keeps_apart:
         raise UserError(
             f"--data.separate: {model}, and its documents are not known to stay apart: --data.separate False"

@@ -74,7 +74,6 @@ def _built(inputs: Inputs, precision: Precision, mesh: Mesh) -> Session:
     model.checkpoint_blocks = config.compute.recompute
     compile_s = 0.0
     if config.compute.compile:
-        assert isinstance(model, Transformer)
         compile_s = together(mesh, lambda: compile_now(model, plan, precision, mesh.device, separate))
     scaler = precision.scaler()
     loss = StageLoss(scaler)
