@@ -294,6 +294,9 @@ def test_a_sequence_beyond_what_the_file_names_is_noted(
     (note,) = (each for each in found(capsys, *argv, "8192")["notes"] if "--seq" in each)
     assert note.startswith("--seq 8192: some was made for 2,048 tokens, says its file")
     assert "--seq" not in " ".join(found(capsys, *argv, "2048")["notes"])
+    for more, status in (["--scale", "weak"], 0), (["--reserve", "0.99"], 2):
+        assert main(["plan", *argv, "8192", *more]) == status
+        assert note in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,6 +326,10 @@ def test_what_imece_does_not_do_by_itself_is_told(capsys: pytest.CaptureFixture[
     assert "next no way fits that imece does by itself: it does not do all of that together" in " ".join(
         capsys.readouterr().out.split()
     )
+    two = ["70B", "--gpus", "2xRTX-3090", "--global-batch", "16", "--seq", "1024"]
+    assert main(["plan", *two, "--adapters", "qlora"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "; with --offload parameters it does ZeRO-3 (FULL_SHARD), micro-batch 8" in said
     call, _ = next_of(capsys, "7B --gpus 8xH100 --global-batch 12 --optimizer muon --tensor 2")
     assert "tensor_parallel" not in call
 

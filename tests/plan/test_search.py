@@ -17,6 +17,7 @@ from imece.plan.answer.search import (
     search,
     settled,
     with_best_bucket,
+    with_usual_buckets,
 )
 from imece.plan.answer.space import Question, setups
 from imece.plan.memory.memory import memory
@@ -28,7 +29,7 @@ from tests.plan.asked import LLAMA_70B, ask
 @pytest.mark.parametrize("asked", [ask(), ask(gpu="A100-40", gpus=4, batch=8)])
 def test_the_search_leaves_out_nothing_that_fits(asked: Question) -> None:
     answer = search(asked)
-    everything = [setup for line in setups(asked) for setup in line]
+    everything = [with_usual_buckets(setup, asked.cluster) for line in setups(asked) for setup in line]
     assert answer.considered == len(everything) > 100
     gpu = asked.cluster.gpu
     fitting = {each for each in everything if memory(each).total + gpu.overhead_bytes <= asked.room_bytes}
@@ -127,7 +128,7 @@ def test_a_bucket_is_recommended_with_which_it_fits() -> None:
 
 
 def test_the_winner_is_the_fastest_when_each_way_has_its_best_buckets() -> None:
-    asked = ask(gpu="H100", hosts=4, tensor=1, pipeline=1)
+    asked = ask(gpu="H100", hosts=8, tensor=1, pipeline=1, batch=256, seq=1024)
     answer = search(asked)
     assert answer.winner is not None
     found = settled(answer).ranked

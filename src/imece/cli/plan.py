@@ -26,6 +26,8 @@ from imece.plan.answer.text import (
     shortfall_json,
     shortfall_lines,
     table,
+    too_long,
+    wrapped,
 )
 from imece.plan.check import check_json, check_lines, read_plan
 from imece.plan.hardware import Cluster, Gpu, describes_gpu, find_cluster, gpu_names, parse_gpus
@@ -152,12 +154,7 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
     if answer.question.precision.fp8:
         notes = (*notes, "FP8 in the layers' products alone; MFU is told of the peak in bf16")
-    if 0 < (most := answer.question.model.made_for) < (seq := answer.question.seq):
-        notes = (
-            *notes,
-            f"--seq {seq}: {answer.question.model.name} was made for {most:,} tokens, says its file; beyond "
-            "that it is of use only with its rotary positions scaled, and trained so",
-        )
+    notes += too_long(answer.question)
     if experts := answer.question.model.experts:
         each = answer.question.model.active_experts
         notes = (
@@ -205,6 +202,8 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
         print(json.dumps(shortfall_json(question, smallest, found), indent=1))
     else:
         print("\n".join(shortfall_lines(question, smallest, found, width())))
+        for note in too_long(question):
+            print("\n".join(wrapped("note", note, width())))
     if options.plot is not None:
         print(f"imece: nothing fits, so nothing is drawn: {options.plot} is not written", file=sys.stderr)
     if options.html is not None:

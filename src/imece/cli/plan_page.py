@@ -124,7 +124,8 @@ def _messages(explained: Explained) -> str:
     if not sum(time.exposed.values()) + time.hidden:  # one GPU communicates nothing
         return ""
     waiting = f"{device(explained.question.cluster)}s wait for messages"
-    return f" Exposed: {waiting}. {html.escape(seconds(time.hidden))} more are hidden behind computing."
+    more = f" {html.escape(seconds(time.hidden))} more are hidden behind computing." if time.hidden else ""
+    return f" Exposed: {waiting}.{more}"
 
 
 def _tiles(explained: Explained) -> str:

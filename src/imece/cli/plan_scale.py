@@ -8,7 +8,7 @@ from imece.cli.plan_options import PlanOptions
 from imece.errors import UserError
 from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines, slower
 from imece.plan.answer.space import Question
-from imece.plan.answer.text import subject, wrapped
+from imece.plan.answer.text import subject, too_long, wrapped
 from imece.writing import asked_for
 
 _WORDS = (
@@ -41,7 +41,7 @@ def show(options: PlanOptions, question: Question, width: int) -> int:
     else:
         print("\n".join(wrapped("", f"{options.scale} scaling of {subject(question)}", width)) + "\n")
         print("\n".join(scale_lines(points, width)) + "\n")
-        for text in (*slower(points), _WORDS):
+        for text in (*slower(points), _WORDS, *too_long(question)):
             print("\n".join(wrapped("", text, width)))
     if options.plot is not None:
         with asked_for(options.plot):

@@ -14,6 +14,8 @@ from imece.plan.answer.search import (
     fastest,
     framework_on,
     judge,
+    search,
+    settled,
     usual_buckets,
     with_best_bucket,
 )
@@ -197,7 +199,13 @@ def next_of(answer: Answer, precision: str) -> Next:
         if call is None or (other is not None and other.candidate.seconds < call.candidate.seconds):
             call, says = other, f"{says}, without {pins} ({_why_not(winner, question)})"
     if call is None:
-        return Next(None, f"no way fits that imece does by itself: {_why_not(winner, question)}")
+        says = f"no way fits that imece does by itself: {_why_not(winner, question)}"
+        offloaded = replace(question, offload="parameters")
+        if not question.offload and not question.cluster.gpu.is_cpu:
+            call = _call_of(settled(search(offloaded)), precision)
+        if call is not None:
+            says += f"; with --offload parameters it does {title(call.candidate.setup)}"
+        return Next(None, says)
     ours, each = call.candidate, device(question.cluster)
     if _is_same(call, winner):
         is_as_large = gb(ours.needed) == gb(winner.needed)

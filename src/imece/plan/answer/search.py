@@ -79,8 +79,7 @@ def search(question: Question) -> Answer:
         for setup in line:
             if missed and setup.recipe.accumulation > 1:
                 continue
-            if question.cluster.gpu.is_cpu:  # on GPUs the largest default is small beside what they have
-                setup = with_usual_buckets(setup, question.cluster)
+            setup = with_usual_buckets(setup, question.cluster)
             candidate = weigh(setup, question.cluster)
             if candidate.needed > question.room_bytes:
                 before = least.get(setup.parallel)

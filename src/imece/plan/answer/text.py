@@ -297,6 +297,17 @@ def _labelled(label: str, items: Iterable[_Item]) -> Iterator[tuple[str, _Item]]
     return zip(itertools.chain([label], itertools.repeat("")), items, strict=False)
 
 
+def too_long(question: Question) -> tuple[str, ...]:
+    """A note if sequences are longer than the model was made for."""
+    model, seq = question.model, question.seq
+    if not 0 < model.made_for < seq:
+        return ()
+    return (
+        f"--seq {seq}: {model.name} was made for {model.made_for:,} tokens, says its file; beyond that it is "
+        "of use only with its rotary positions scaled, and trained so",
+    )
+
+
 def wrapped(label: str, text: str, width: int, hang: int = 0) -> list[str]:
     """`text` beside its label, with its continuation lines `hang` columns further in."""
     if width - _LABEL - hang < _LEAST_TEXT:  # narrow terminals: the text goes below its label
