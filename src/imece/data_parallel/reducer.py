@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from imece.data_parallel.average import Average
-from imece.data_parallel.reducing import in_backward, refusals, task
+from imece.data_parallel.reducing import in_backward, older, refusals, task
 from imece.data_parallel.reducing.arrivals import Arrivals
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.finite import Finite
@@ -104,6 +104,7 @@ class Reducer:
         self._learning = static_graph  # this rank's first backward counts how often each parameter fires
         self._first_is_over = False  # a backward of all ranks, some of which may have had no inputs
         self._arrivals = Arrivals(wanted=gradients.is_whole)
+        self._weighs = gradients.is_whole and average.over != "ranks"  # whole gradients, by counts
         gradients.when_over(self._over)
         hooks = [self._on_gradient(slot.index) for slot in self.slots]
         if self.leaving.home.is_needed:
@@ -206,9 +207,8 @@ class Reducer:
         if not self._local:
             self._local = True
             task.at_end(self._end_local)
-            if self.average.over != "ranks" and self._touched == self._zeros:
-                for slot, grad in self._reduced():  # to which this backward adds
-                    slot.older = grad.clone()
+            if self._weighs and self._touched == self._zeros:
+                older.note(self.slots, self.sharing)
         return self.average.cleaned(gradient)
 
     @task.uncompiled
@@ -285,7 +285,8 @@ class Reducer:
             bucket.pending, bucket.scale = len(bucket.slots), None
         if self.average.over != "ranks":
             self._forget_what_was_dropped()  # gradients set to None between the forward and now
-            self._set_aside()
+        if self._weighs:
+            older.set_aside(self.slots, self._touched, self.sharing)
         self.gradients.start()
         for index in left:
             self._leave(self.slots[index])
@@ -303,28 +304,6 @@ class Reducer:
         if slot.holds(slot.parameter.grad):
             slot.parameter.grad = slot.view.detach().clone()
         slot.view.zero_()
-
-    def _set_aside(self) -> None:
-        """Set aside gradients that are reduced already: they must not be divided by this backward's samples
-        or tokens."""
-        with torch.no_grad():
-            for slot, touched in zip(self.slots, self._touched, strict=True):
-                grad = slot.parameter.grad
-                if grad is None or not touched:
-                    slot.older = None
-                elif slot.older is not None:
-                    grad.sub_(slot.older)
-        for slot, grad in self._reduced():
-            slot.older, slot.parameter.grad = grad.clone(), None
-
-    def _reduced(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """(slot, gradient) for whole gradients that were reduced, and to which nothing was added since."""
-        for slot in self.slots if self.gradients.is_whole else ():
-            grad = slot.parameter.grad
-            if grad is None or self._touched[slot.index]:
-                continue
-            if slot.holds(grad) or self.sharing.has_reduced(slot.index, grad):
-                yield slot, grad
 
     # Backward.
 
