@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 import imece
-from imece.errors import UserError
+from imece.errors import PeerLostError, UserError
 from imece.launch.generations import Limits
 from imece.launch.hosts.network import Network
 from imece.launch.local import launch
-from imece.store import connect, launchers_store, listen, of_this_start, root_store, serve, swap_notes
+from imece.store import client, connect, launchers_store, listen, of_this_start, root_store, serve, swap_notes
 from imece.world import World
 
 SECOND = timedelta(seconds=1)
@@ -172,6 +172,16 @@ def test_notes() -> None:
     store.set("note/1", "(pickle.")
     with pytest.raises(UserError, match="rank 1 left 8 bytes"):
         swap_notes(store, 0, 2, {}, SECOND)
+
+
+def test_rank_0_ends_while_it_waits_for_others() -> None:
+    listener = listen()
+    port = listener.getsockname()[1]
+    served = [serve(listener)]
+    other = client("127.0.0.1", port, SECOND * 20)
+    threading.Timer(0.3, served.clear).start()
+    with pytest.raises(PeerLostError, match="rank 1 of 2 has lost the process in which ranks meet"):
+        swap_notes(other, 1, 2, {}, SECOND * 20)
 
 
 def test_what_an_earlier_start_has_left_in_a_launchers_store() -> None:

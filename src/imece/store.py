@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from imece.errors import NotMetError, UserError
+from imece.errors import NotMetError, PeerLostError, UserError
 from imece.system.open_files import allow_open_files
 from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
 
@@ -202,21 +202,28 @@ def swap_notes(
     per `store`.
 
     UserError if two processes claim one rank, or if ranks do not come in time; the message names them.
+    PeerLostError if whoever serves the store ends meanwhile.
     """
+    import torch.distributed as dist
+
     message = json.dumps(dict(note))
     if len(message) > MESSAGE_LIMIT_BYTES:
         raise ValueError(f"a note of {len(message)} bytes, of which {MESSAGE_LIMIT_BYTES} are allowed")
-    if store.add(f"taken/{rank}", 1) != 1:
-        raise _claimed_twice(rank, world_size)
-    store.set(f"note/{rank}", message)
     deadline, say_at = time.monotonic() + timeout.total_seconds(), time.monotonic() + _SILENT_S
     waiting = list(range(world_size))
-    while waiting := [other for other in waiting if not store.check([f"note/{other}"])]:
-        if time.monotonic() > deadline:
-            raise _never_came(rank, world_size, waiting, timeout)
-        say_at = _say(say_at, rank, world_size, f"rank {_some(waiting)}")
-        time.sleep(_POLL_S)
-    return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
+    try:
+        if store.add(f"taken/{rank}", 1) != 1:
+            raise _claimed_twice(rank, world_size)
+        store.set(f"note/{rank}", message)
+        while waiting := [other for other in waiting if not store.check([f"note/{other}"])]:
+            if time.monotonic() > deadline:
+                raise _never_came(rank, world_size, waiting, timeout)
+            say_at = _say(say_at, rank, world_size, f"rank {_some(waiting)}")
+            time.sleep(_POLL_S)
+        return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
+    except dist.DistNetworkError as error:
+        lost = f"rank {rank} of {world_size} has lost the process in which ranks meet, rank 0 or the launcher"
+        raise PeerLostError(f"{lost}, before all had come: look for why that one ended") from error
 
 
 def read_note(data: bytes, sender: str, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> dict[str, Any]:
