@@ -18,7 +18,7 @@ import pytest
 from imece import status
 from imece.launch.crew import Crew
 from imece.launch.host import Host, Order, Start
-from imece.launch.processes import is_stopped, prints_stacks
+from imece.launch.processes import catches, is_stopped
 from imece.launch.view import Place
 from imece.membership.roster import Generation, Roster, meeting_in
 from imece.status import Failure
@@ -112,7 +112,7 @@ def test_a_rank_behind_a_wrapper(tmp_path: Path) -> None:
             ours = host(crew, "sh", str(script), sys.executable, counts)
             ours.start([Start(0, 0, 0, 2, False, 0)])
             shell = psutil.Process(crew.living[0].pid)
-            while not (children := shell.children()) or not prints_stacks(children[0].pid):
+            while not (children := shell.children()) or not catches(children[0].pid, signal.SIGUSR1):
                 crew.wait(time.monotonic() + 0.01)
             rank = children[0]
             assert ours.pid_of(0) == shell.pid

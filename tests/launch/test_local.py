@@ -360,6 +360,29 @@ time.sleep(1000)
     assert outcome.err == f"imece: ended by {number.name}, passed on to 2 ranks\n"
 
 
+def test_notices_of_a_batch_system_go_to_ranks_that_have_a_handler(script: Script) -> None:
+    """Without one they would end a rank, as they would have ended the launcher."""
+    text = """
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGUSR1, lambda *_: (print("noticed", flush=True), sys.exit(0)))
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+print("done")
+"""
+    path = script(text)
+    with Launcher("--ranks", "2", path, path.with_name("go")) as launcher:
+        launcher.wait_for("[rank 0] ready")
+        launcher.wait_for("[rank 1] ready")
+        launcher.signal(signal.SIGUSR2)
+        time.sleep(0.1)
+        launcher.signal(signal.SIGUSR1)
+        launcher.wait_for("[rank 0] noticed")
+        path.with_name("go").touch()
+        outcome = launcher.wait(20)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.endswith("[rank 1] done\n")
+
+
 def test_signals_that_it_was_started_to_ignore_end_nothing(script: Script) -> None:
     """As nohup does it. Its ranks ignore none: it may pass on what another host has got."""
     text = """

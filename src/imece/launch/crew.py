@@ -23,7 +23,7 @@ from pathlib import Path
 from imece.launch.output import RankOutput
 from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group
 from imece.launch.relay import Relay
-from imece.launch.signals import ENDING, hear_all, signals_as_bytes
+from imece.launch.signals import ENDING, NOTICES, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
 from imece.system.open_files import allow_open_files
 
@@ -171,7 +171,8 @@ class Crew:
     def wait(self, until: float) -> tuple[list[int], list[int]]:
         """(members that have ended, signals that came), up to the monotonic time `until` or the first of
         them; output is passed on meanwhile. If the first event is that a reader of our output has gone, it
-        counts as SIGPIPE. Signals within a second of the first are left out: they are no second wish."""
+        counts as SIGPIPE. Ending signals within a second of the first are left out: they are no second
+        wish."""
         self._look(until)
         if self._news:
             together = time.monotonic() + _TOGETHER_S
@@ -230,6 +231,8 @@ class Crew:
                 for number in key.fileobj.recv(64):
                     if number in ENDING:
                         self._heard(number)
+                    elif number in NOTICES:
+                        self._signals.append(number)
             else:
                 self._relay.handle(key)
         self._look_at_leaderless()

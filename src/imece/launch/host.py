@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from imece import status
 from imece.launch.crew import Crew
-from imece.launch.processes import (
-    Ending,
-    Outcome,
-    busy_s_of,
-    is_stopped,
-    name_of,
-    prints_stacks,
-)
+from imece.launch.processes import Ending, Outcome, busy_s_of, catches, is_stopped, name_of
+from imece.launch.signals import NOTICES
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit, known_pid
 from imece.membership.roster import Generation, Roster, forget_meetings
@@ -266,6 +260,15 @@ class Host:
         """The process that is a living member: the one that says so, or the one that was started here."""
         return self._known_pid(member) or self.crew.living[member].pid
 
+    def wait(self, until: float) -> tuple[list[int], list[int]]:
+        """As Crew.wait, up to what the host itself has to do. Signals that end nothing go to its ranks."""
+        ended, signals = self.crew.wait(min(until, self.next_time()))
+        for number in NOTICES:
+            if number in signals:
+                for member in self.crew.living:
+                    self._notify(member, number)
+        return ended, [number for number in signals if number not in NOTICES]
+
     # What the host does by itself.
 
     def next_time(self) -> float:
@@ -324,12 +327,16 @@ class Host:
             self._kill_at[member] = now + (_STACKS_S if shows else 0.0)
 
     def _ask_for_stacks(self, member: int) -> bool:
-        """Make it print where it is, if it can."""
+        """Make it print where it is, if it can: imece.init has a handler that shows stacks and calls."""
+        return self._notify(member, signal.SIGUSR1)
+
+    def _notify(self, member: int, number: int) -> bool:
+        """Send it a signal that does not end it; whether it has a handler, without which it gets none."""
         pid = self.pid_of(member)
-        if not prints_stacks(pid):
-            return False
-        self.crew.signal(member, signal.SIGUSR1, pid)
-        return True
+        if catches(pid, number):
+            self.crew.signal(member, number, pid)
+            return True
+        return False
 
     def _known_pid(self, member: int) -> int | None:
         return known_pid(self._store, member, self.crew.living[member].pid)

@@ -79,7 +79,7 @@ def launch(
 def _watch(job: Job, host: Host) -> None:
     """Until every rank has ended: pass on output and signals, and act on their ends."""
     while not job.is_done:
-        ended, signals = host.crew.wait(min(job.next_time(), host.next_time()))
+        ended, signals = host.wait(job.next_time())
         for number in signals:
             job.signalled(number)
         now = time.monotonic()

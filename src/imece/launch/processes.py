@@ -200,10 +200,10 @@ def die_together(pipe: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def prints_stacks(pid: int) -> bool:
-    """Whether SIGUSR1 may be sent: the process has a handler for it (imece.init's shows stacks and calls)."""
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal, which would end it otherwise."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _proc(pid, "status"), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def busy_s_of(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""The signals that end a job: as bytes on a socket that a selector can wait for, or as an exception."""
+"""The signals that a launcher gets: as bytes on a socket that a selector can wait for, or as an exception."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from types import FrameType
 from typing import NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""What batch systems send before a job's time is over, to all its processes. They are for scripts."""
 
 
 @contextlib.contextmanager
 def signals_as_bytes(selector: selectors.BaseSelector) -> Iterator[None]:
-    """While open, SIGINT, SIGTERM and SIGHUP only wake `selector`, with one byte each. Signals that this
-    process was started to ignore, as by nohup, stay ignored."""
+    """While open, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 only wake `selector`, with one byte each.
+    Signals that this process was started to ignore, as by nohup, stay ignored; whoever calls the launcher
+    keeps its own handlers of the last two."""
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
     heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    heard += [number for number in NOTICES if signal.getsignal(number) is signal.SIG_DFL]
     before = {number: signal.signal(number, _note) for number in heard}
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     selector.register(reader, selectors.EVENT_READ, None)

@@ -94,7 +94,7 @@ class Agent:
         """Until all is over for this host."""
         here, host = self._here, self._here.host
         while here.outcome is None:
-            ended, signals = host.crew.wait(min(self.role.next_time(), host.next_time()))
+            ended, signals = host.wait(self.role.next_time())
             for number in signals:
                 self.role.signalled(number)
             for event in here.network.events():
