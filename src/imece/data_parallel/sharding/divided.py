@@ -62,37 +62,36 @@ class Divided:
         )
 
 
-def _ask(parameter: torch.Tensor) -> None:
+def ask(parameter: torch.Tensor) -> None:
+    """The caller's caller has found no gradient there, or has dropped it: tell it if it is a script."""
+    if torch.compiler.is_compiling():  # a step that is compiled as a whole; its frames are dynamo's
+        return
     if script.is_script(sys._getframe(2)):
         for each in list(_on):
             each.tell(parameter)
 
 
-class TellingParameter(nn.Parameter):
-    """A parameter that has no gradient where a script may look for one."""
+class DividedParameter(nn.Parameter):
+    """The class of a parameter that is whole, while its gradient is divided."""
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient; a warning if there is none since it is in the ranks' parts."""
         grad: torch.Tensor | None = _GRAD.__get__(self)
         if grad is None:
-            _ask(self)
+            ask(self)
         return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
-            _ask(self)
+            ask(self)
         _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _ask(self)
+        ask(self)
         _GRAD.__delete__(self)
-
-
-class DividedParameter(TellingParameter):
-    """The class of a parameter that is whole, while its gradient is divided."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(_ordinary(self), memo)

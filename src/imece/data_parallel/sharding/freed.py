@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from imece.data_parallel.sharding.divided import TellingParameter
+from imece.data_parallel.sharding.divided import ask
 
 _ATTRIBUTES = (
     "dtype", "device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
@@ -30,10 +31,11 @@ KNOWN: frozenset[Callable[..., Any]] = frozenset(
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
+_OF_GRADIENT = frozenset(getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class FreedParameter(TellingParameter):
+class FreedParameter(nn.Parameter):
     """The class of a parameter while its unit is freed; `free` and `revive` swap it."""
 
     @classmethod
@@ -46,7 +48,10 @@ class FreedParameter(TellingParameter):
     ) -> Any:
         if func in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **(kwargs or {}))
+            if func in _OF_GRADIENT and found is None and args[1:] in ((), (None,)):
+                ask(args[0])
+            return found
         if func in _CONVERSIONS and _is_so_already(func, *args, **(kwargs or {})):
             return args[0]
         if func == _SET_DATA and args[0] is args[1]:  # from `module.to`, of what it is already
