@@ -319,7 +319,8 @@ def test_a_rank_may_be_killed_as_soon_as_it_has_a_number(fresh: bool) -> None:
     with start_ranks(hang_in_here, 1, args=(60,), fresh=fresh) as ranks:
         ranks.kill(0)
         (result,) = ranks.wait(30)
-    assert (result.returncode, result.entered, result.output) == (-signal.SIGKILL, False, "")
+    # Whether it has entered by then depends on who gets a core first.
+    assert (result.returncode, result.output) == (-signal.SIGKILL, "")
 
 
 def test_no_rank_is_a_failure() -> None:
