@@ -288,6 +288,5 @@ def whole_steps() -> None:
         torch.testing.assert_close(each, found[0])
 
 
-@pytest.mark.slow
 def test_whole_steps() -> None:
     run_ranks(whole_steps, 2, backend="shm")
