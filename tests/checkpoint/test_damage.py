@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from imece.checkpoint import Slice, best, newest, open_checkpoint
+from imece.checkpoint import Slice, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.manifest import header, seal, unseal
 from imece.errors import UserError
 from tests.checkpoint.crew import assert_whole, crew, state_of
@@ -240,3 +240,34 @@ def test_the_header_is_a_function_of_the_manifest(tmp_path: Path) -> None:
     expected = header(saved._manifest.files[0].pieces)
     assert data == expected + torch.arange(6).float().numpy().tobytes()
     assert json.loads(expected[8:])["x"] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])
+def test_what_is_no_folder_is_damaged_and_makes_room(tmp_path: Path, kind: str) -> None:
+    """As after a copy that went wrong, or where a checkpoint was moved to a disk that is not mounted."""
+    with crew(tmp_path, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        other = tmp_path / "step-00000002"
+        other.write_text("") if kind == "a file" else other.symlink_to("/nowhere/step-00000002")
+        assert all_steps(tmp_path) == [1, 2]
+        lines: list[str] = []
+        assert_whole(newest(tmp_path, lines.append), 1, 2)
+        why = "it is no folder" if kind == "a file" else "a link to /nowhere/step-00000002"
+        assert len(lines) == 1 and str(other) in lines[0] and why in lines[0]
+        assert ranks.save(2, state_of(2)) and ranks.alarms == [[], []]
+    assert_whole(newest(tmp_path, print), 2, 2)
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["step-00000001", "step-00000002"]
+
+
+def test_of_a_linked_checkpoint_only_the_link_is_removed(tmp_path: Path) -> None:
+    """One that was moved to another disk, with a link where it was."""
+    moved, folder = tmp_path / "moved", tmp_path / "checkpoints"
+    with crew(folder, 2) as ranks:
+        assert ranks.save(1, state_of(1))
+        (folder / "step-00000001").rename(moved)
+        (folder / "step-00000001").symlink_to(moved)
+        assert_whole(newest(folder, print), 1, 2)
+        assert ranks.save(2, state_of(2)) and ranks.save(3, state_of(3))
+        assert ranks.alarms == [[], []]
+    assert_whole(open_checkpoint(moved), 1, 2)
+    assert sorted(path.name for path in folder.glob("[!.]*")) == ["step-00000002", "step-00000003"]

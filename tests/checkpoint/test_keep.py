@@ -348,7 +348,7 @@ def test_a_folder_that_one_may_list_and_not_enter(tmp_path: Path, monkeypatch: p
         monkeypatch.context() as played,
         pytest.raises(UserError, match=r"cannot be read \(Permission denied\): check the path and its"),
     ):
-        played.setattr(Path, "is_dir", refuse)
+        played.setattr(Path, "lstat", refuse)
         newest_whole(tmp_path)
 
 

@@ -41,7 +41,8 @@ def step_of(path: Path) -> int | None:
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Folders that may be checkpoints, the newest first; of one step the `.old` one last.
+    """What may be checkpoints, the newest first; of one step the `.old` one last. A file of such a name, or a
+    link to nowhere (a disk that is not mounted), is a damaged one.
 
     Empty if there is no such folder. UserError if it cannot be read.
     """
@@ -49,7 +50,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
         found = [
             (step, path)
             for path in folder.iterdir()
-            if (step := step_of(path)) is not None and path.is_dir()  # OSError if one may not look
+            if (step := step_of(path)) is not None and _is_there(path)  # OSError if one may not look
         ]
     except FileNotFoundError:
         return []
@@ -99,7 +100,7 @@ def put_in_place(partial: Path, final: Path) -> None:
     readers know. OSError: then `final` is unchanged.
     """
     old = final.with_name(final.name + OLD)
-    if not final.exists():
+    if not _is_there(final):
         os.replace(partial, final)
         return
     os.replace(final, old)
@@ -113,16 +114,32 @@ def put_in_place(partial: Path, final: Path) -> None:
 def drop_old(final: Path) -> None:
     """Remove what `final` has replaced, if anything. OSError if that is impossible."""
     old = final.with_name(final.name + OLD)
-    if old.exists():
+    if _is_there(old):
         remove(old)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, renaming it first: half a checkpoint must not look like one. OSError if that
-    is impossible."""
+    """Remove a folder, renaming it first: half a checkpoint must not look like one. Of a link only the link.
+    OSError if that is impossible."""
     beside = path.with_name(f"{path.name.removesuffix(PARTIAL)}.{secrets.token_hex(4)}{PARTIAL}")
     os.replace(path, beside)
-    shutil.rmtree(beside)
+    _delete(beside)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something of this name, a link to nowhere too. OSError if one may not look."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def set_aside(folder: Path, paths: Iterable[Path]) -> Path:
@@ -162,12 +179,13 @@ def clean(folder: Path, but: str) -> None:
     """
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name) and not path.name.endswith(f".{but}{PARTIAL}"):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _delete(path)
     for _, path in step_folders(folder):
         if path.name.endswith(OLD):
             final = path.with_name(path.name.removesuffix(OLD))
             try:
-                if not final.exists():
+                if not _is_there(final):
                     os.replace(path, final)
                 drop_old(final)
             except OSError:

@@ -321,6 +321,10 @@ def first_whole(
 def _manifest(path: Path) -> Manifest:
     try:
         if not path.parent.is_dir():
+            if path.parent.is_symlink():
+                raise _damaged(path.parent, f"a link to {os.readlink(path.parent)}, which is no folder here")
+            if path.parent.exists():
+                raise _damaged(path.parent, "it is no folder")
             raise UserError(f"{path.parent}: no such checkpoint: check the path")
         if files.step_of(path.parent) is None and not path.exists():
             raise UserError(
@@ -341,7 +345,7 @@ def _manifest(path: Path) -> Manifest:
 def identity(folder: Path) -> tuple[int, int] | None:
     """Identifies the folder itself: another folder of the same name differs. None if there is none."""
     try:
-        status = os.stat(folder)
+        status = os.stat(folder) if folder.exists() else os.lstat(folder)  # a link to nowhere
     except OSError:
         return None
     return status.st_dev, status.st_ino
