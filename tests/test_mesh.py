@@ -561,3 +561,37 @@ def test_nccls_own_ways_with_errors_are_off_where_ranks_go_on(
     meeting.open_default_group(world, "nccl", dist.HashStore(), timedelta(seconds=1))
     off = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
     assert seen == [{"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (off if member is not None else {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "ways", "expected"),
+    [
+        ("10.0.9.1", [["10.0.0.1", "10.0.0.1"]], None),  # Gloo finds it by itself
+        ("127.0.1.1", [["10.0.0.1", "10.0.0.9"]], "eth1"),
+        (None, [["127.0.0.1", "127.0.1.1"], ["10.0.0.2", "10.0.0.1"]], "eth1"),  # rank 0's host, by others
+        (None, [["127.0.0.1", "127.0.0.1"], None], None),
+    ],
+)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_gloo_listens_where_a_host_reaches_rank_0(
+    hosts: int, name: str | None, ways: list[list[str] | None], expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Many hosts have 127.0.1.1 beside their name, and Gloo would listen there."""
+    interfaces = {"10.0.0.1": "eth1", "127.0.0.1": "lo", "127.0.1.1": "lo"}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(meeting, "address_of_name", lambda: name)
+    monkeypatch.setattr(meeting, "interface_of", interfaces.get)
+    monkeypatch.setattr(meeting, "way_to", lambda _address: ways[0])
+
+    def swapped(*arguments: Any) -> list[Any]:
+        note = arguments[3]
+        others = [{**note, "host": str(at % hosts), "rank 0 at": way} for at, way in enumerate(ways[1:], 1)]
+        return [note | {"host": "0"}, *(others or [{**note, "host": str(1 % hosts)}])]
+
+    monkeypatch.setattr(meeting, "swap_notes", swapped)
+    world = World(0, 2, 0, 1, "0", "openmpi", "me", 1)
+    cpu, second = torch.device("cpu"), timedelta(seconds=1)
+    assert len(meeting.meet(dist.HashStore(), world, {}, None, cpu, second)) == hosts
+    chosen = os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    assert chosen == (expected if hosts == 2 else None)

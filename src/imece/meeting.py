@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from imece.device import adopted_backends, choose_backends
 from imece.errors import UserError
 from imece.store import swap_notes
 from imece.system import connections
+from imece.system.addresses import address_of_name, interface_of, is_loopback, way_to
 from imece.world import LOOPBACK, World, host_id
 
 MEETING_S = 600.0  # ranks that have not met by then never will
@@ -48,6 +49,7 @@ def meet(
         "device": device.type,
         "torch": torch.__version__,
         "host": host_id(),
+        "rank 0 at": None if adopted else _rank_0_at(world),
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
     }
     notes = swap_notes(store, world.rank, world.world_size, note, timeout)
@@ -65,7 +67,32 @@ def meet(
                 f"ranks {first} and {rank} share GPU {other['gpu']}, which NCCL cannot: start one rank for "
                 "each GPU, or use backend='gloo' (IMECE_BACKEND=gloo) or device='cpu'"
             )
+    if len(hosts) > 1 and not adopted:
+        _choose_interface([at for other in notes if isinstance(at := other.get("rank 0 at"), list)])
     return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _rank_0_at(world: World) -> tuple[str, str] | None:
+    """This rank's address towards rank 0, and rank 0's as this rank finds it."""
+    if world.world_size == 1 or world.master_addr is None or world.master_port is None:
+        return None
+    return way_to((world.master_addr, world.master_port))
+
+
+def _choose_interface(ways: Sequence[Sequence[object]]) -> None:
+    """Make Gloo listen where the other hosts reach this one: at the interface that leads to rank 0.
+
+    By itself it listens at the address of this host's name. That is loopback on many hosts, which write
+    127.0.1.1 beside their own name. ways: of all ranks, of `_rank_0_at`.
+    """
+    own = address_of_name()
+    if own is not None and not is_loopback(own):
+        return
+    # Rank 0's host may know itself by loopback alone, and then finds its address among those of the others.
+    for address in (str(address) for way in ways for address in way):
+        if not is_loopback(address) and (interface := interface_of(address)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            return
 
 
 def adopted_world(world: World) -> World:

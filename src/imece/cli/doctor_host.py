@@ -20,6 +20,7 @@ from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
 from imece.listing import many
+from imece.system.addresses import address_of_name, is_loopback
 from imece.system.control_groups import usable_cores
 from imece.system.open_files import TRAIN, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
@@ -56,7 +57,7 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from interface(environ, "GLOO_SOCKET_IFNAME", interfaces)
     yield from interface(environ, "NCCL_SOCKET_IFNAME", interfaces)
     yield from threads(environ, usable_cores())
-    yield from host_name(environ, socket.gethostname(), socket.getaddrinfo)
+    yield from host_name(environ, socket.gethostname(), address_of_name())
     yield from launcher(environ, socket.getaddrinfo)
     yield from own_variables(environ)
     yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], Path("/dev/infiniband").exists())
@@ -154,17 +155,15 @@ def threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
         yield Finding("ok", f"OMP_NUM_THREADS={value}")
 
 
-def host_name(environ: Mapping[str, str], name: str, resolve: Callable[..., Any]) -> Iterator[Finding]:
-    """Whether the host's name has an address: Gloo needs one unless it is told an interface."""
-    if "GLOO_SOCKET_IFNAME" in environ:
-        return
-    try:
-        resolve(name, None)
-    except (OSError, UnicodeError):  # UnicodeError: an empty label, or one of more than 63 letters
+def host_name(environ: Mapping[str, str], name: str, address: str | None) -> Iterator[Finding]:
+    """Whether this host's name leads to an address (None: to none) that other hosts reach: there Gloo
+    listens unless it is told an interface."""
+    if "GLOO_SOCKET_IFNAME" not in environ and (address is None or is_loopback(address)):
         yield Finding(
             "warn",
-            f"this host's name {name} has no address, so Gloo will use loopback and not reach other hosts: "
-            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME",
+            f"this host's name {name} leads to {address or 'no address'}, where other hosts do not reach "
+            "Gloo. imece.init() takes the interface that leads to rank 0; a script that calls "
+            "init_process_group itself needs GLOO_SOCKET_IFNAME",
         )
 
 

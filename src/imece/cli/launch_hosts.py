@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from imece.cli.launch_options import LaunchOptions
 from imece.errors import UserError
-from imece.launch.hosts.addresses import parse_endpoint
 from imece.launch.view import Watched
+from imece.system.addresses import parse_endpoint
 
 OURS = ("--hosts", "--host-rank", "--rendezvous", "--job")
 _THEIRS = {

@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from imece.launch.generations import Limits
-from imece.launch.hosts.addresses import parse_endpoint
 from imece.launch.processes import MOST_RANKS_PER_HOST
+from imece.system.addresses import parse_endpoint
 
 MOST_SECONDS = 86_400.0
 MOST_HOSTS = 1024

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from imece.launch.hosts.addresses import Address
 from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.network import Network
+from imece.system.addresses import Address
 from imece.world import LOOPBACK
 
 TOKEN = b"a token for these tests, and no other"

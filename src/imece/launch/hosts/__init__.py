@@ -6,7 +6,6 @@ frames        JSON objects of limited size on a connection
 link          one connection between two agents, and its heartbeats
 tunnel        the ranks' way to the store where they meet
 door, reach   how others come in, and how to come in there
-addresses     which address of this host leads to another
 links         all connections of an agent
 network       ... in a thread of their own
 events        what happens there, as its user sees it

@@ -19,13 +19,6 @@ from pathlib import Path
 from imece.errors import UserError
 from imece.launch.crew import Crew
 from imece.launch.host import Host, Order, Start
-from imece.launch.hosts.addresses import (
-    Address,
-    UnknownHostError,
-    address_towards,
-    describe,
-    interface_of,
-)
 from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Refused, Said, Up
 from imece.launch.hosts.follower import Follower
@@ -37,6 +30,14 @@ from imece.launch.hosts.wide_view import WideView
 from imece.launch.output import say
 from imece.launch.processes import Outcome, worker_environment
 from imece.launch.view import watched
+from imece.system.addresses import (
+    Address,
+    UnknownHostError,
+    address_towards,
+    describe,
+    interface_of,
+    is_loopback,
+)
 from imece.world import AGENT_PORT
 
 _AGAIN_S = 0.5
@@ -184,7 +185,7 @@ def _own_address(plan: Plan) -> str:
     """The address by which this host reaches the rendezvous; UserError if there is none."""
     own = _towards_host_0(plan)
     name = plan.rendezvous[0]
-    if own.startswith("127.") and not name.startswith(("127.", "localhost")):
+    if is_loopback(own) and not (is_loopback(name) or name.startswith("localhost")):
         raise UserError(
             f"--rendezvous {describe(plan.rendezvous)}: this host takes {name} for {own}, which is itself "
             "alone; give host 0's address"

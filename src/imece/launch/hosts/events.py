@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from imece.launch.hosts.addresses import Address
+from imece.system.addresses import Address
 
 
 @dataclass(frozen=True)

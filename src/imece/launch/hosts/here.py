@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from imece.launch.generations import Limits
 from imece.launch.host import Host
-from imece.launch.hosts.addresses import Address
 from imece.launch.hosts.events import Up
 from imece.launch.hosts.network import Network
 from imece.launch.hosts.succession import Standing
@@ -22,6 +21,7 @@ from imece.launch.hosts.wide_view import WideView
 from imece.launch.hosts.words import Report, Seen, of_report
 from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
+from imece.system.addresses import Address
 
 _ELECTION_S = 5.0  # beyond what it takes to notice a silent host
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from imece.launch.hosts import frames
-from imece.launch.hosts.addresses import Address
+from imece.system.addresses import Address
 
 _BACKLOG_BYTES = 16 << 20  # a peer that lives but takes nothing from its connection is of no use
 _TCP_RTO_MAX_MS = 44  # linux/tcp.h, since Linux 6.15

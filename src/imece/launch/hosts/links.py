@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from imece.launch.hosts import frames
-from imece.launch.hosts.addresses import Address, describe
 from imece.launch.hosts.door import Door
 from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.link import Link
 from imece.launch.hosts.reach import VERSION, Hello, Purpose, Unreached, reach
 from imece.launch.hosts.tunnel import Tunnels
 from imece.launch.silence import Silence
+from imece.system.addresses import Address, describe
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 0.5
 _PROBE_S = 1.0

@@ -20,11 +20,11 @@ from typing import Any, Self
 
 from imece.errors import UserError
 from imece.launch.hosts import frames
-from imece.launch.hosts.addresses import Address, describe
 from imece.launch.hosts.events import Event, Up
 from imece.launch.hosts.links import Links
 from imece.launch.hosts.tunnel import Target
 from imece.store import listen_here
+from imece.system.addresses import Address, describe
 
 
 class Network:

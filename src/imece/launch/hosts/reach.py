@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from imece.launch.hosts import frames
-from imece.launch.hosts.addresses import Address, describe
 from imece.launch.hosts.handshake import HandshakeError, prove
 from imece.launch.hosts.link import prepare
+from imece.system.addresses import Address, describe
 
 VERSION = importlib.metadata.version("imece")
 CONNECT_S = 2.0  # a lost SYN is sent again after 1 s, and then after ever longer waits

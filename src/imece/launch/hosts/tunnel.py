@@ -13,7 +13,7 @@ import struct
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, NoReturn
 
-from imece.launch.hosts.addresses import Address
+from imece.system.addresses import Address
 from imece.world import LOOPBACK
 
 Work = Coroutine[Any, Any, None]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.errors import UserError
-from imece.launch.generations import Limits
-from imece.launch.hosts import agent
-from imece.launch.hosts.addresses import address_towards, describe, interface_of, parse_endpoint
-from imece.launch.hosts.here import Plan
-from tests.launch.hosts.cluster import Clock
+from imece.system.addresses import (
+    address_of_name,
+    address_towards,
+    describe,
+    interface_of,
+    is_loopback,
+    parse_endpoint,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,32 +61,11 @@ def test_the_way_to_this_host_is_over_loopback() -> None:
     assert interface_of("203.0.113.7") is None
 
 
-def test_a_name_that_nobody_knows_yet_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Kubernetes names a pod once it runs; host 0 knows its own name, or it is wrong."""
-    found, clock, asked = socket.getaddrinfo("127.0.0.1", 9, type=socket.SOCK_DGRAM), Clock(), list[float]()
-
-    def look_up(*_: object, **__: object) -> object:
-        asked.append(clock.now)
-        if clock.now < 7:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return found
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    plan = Plan(2, 1, ("localhost", 9), Limits(2), 30.0, 10.0)
-    assert agent._own_address(plan) == "127.0.0.1" and asked[-1] == 7.0
-    why = "no way from here to localhost:9: Name or service not known"
-    assert capfd.readouterr().err == f"imece: {why}; host 1 tries for 600 s\n"
-    clock.now = 0.0
-    for wrong in (replace(plan, me=0), replace(plan, patience_s=3.0)):
-        with pytest.raises(UserError, match=why):
-            agent._own_address(wrong)
-    assert clock.now == 3.0
+@pytest.mark.parametrize("name", ["a..b", "x" * 64, "me.invalid", "localhost"])
+def test_where_gloo_listens_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    found = address_of_name()
+    assert (found is None) == (name != "localhost") and (found is None or is_loopback(found))
 
 
 def test_no_way_is_one_line() -> None:

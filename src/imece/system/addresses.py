@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 
@@ -39,18 +40,42 @@ def describe(address: Address) -> str:
 def address_towards(address: Address) -> str:
     """The own address from which `address` is reached; it may be `address` itself. UserError if none is,
     UnknownHostError if the host is unknown."""
+    return way_to(address)[0]
+
+
+def way_to(address: Address) -> tuple[str, str]:
+    """The same, and the address there, as this host finds it."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(target)  # on a datagram socket this looks up the route, and sends nothing
-            return str(sock.getsockname()[0])
+            return str(sock.getsockname()[0]), str(target[0])
     except UnicodeError:  # getaddrinfo's, for an empty label or one of more than 63 letters
         raise UserError(f"no way from here to {describe(address)}: that is no host's name") from None
     except socket.gaierror as error:
         raise UnknownHostError(f"no way from here to {describe(address)}: {error.strerror}") from None
     except OSError as error:
         raise UserError(f"no way from here to {describe(address)}: {error.strerror or error}") from None
+
+
+def address_of_name() -> str | None:
+    """Where Gloo listens unless it is told an interface: the first address of this host's name that is its
+    own. None if there is none, and it takes loopback."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: an empty label, or one of more than 63 letters
+        return None
+    for family, kind, protocol, _, target in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:
+            sock.bind(target)
+            return str(target[0])
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other host is reached from there."""
+    return address == "::1" or address.startswith("127.")
 
 
 def interface_of(address: str) -> str | None:
