@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from imece.data import bpe as bpe_module
 from imece.data.bpe import train_bpe
 from imece.data.corpus import Source, documents, fraction, held_out
 from imece.data.tokenizer import ByteTokenizer, Tokenizer
@@ -115,3 +122,38 @@ def test_a_vocabulary_without_room(tmp_path: Path) -> None:
 def test_a_bad_line_stops_the_learning(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     assert "a.jsonl:2: field 'text'" in mistake(train_bpe, [Source([tmp_path / "a.jsonl"])])
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_ctrl_c_is_heard_while_a_bpe_is_learned(reading: bool) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def texts() -> Iterator[str]:
+        begun.set()
+        while reading:
+            time.sleep(0.01)
+            yield "text"
+        yield "text"
+
+    def learn(given: Iterator[str]) -> None:
+        try:
+            list(given)
+            hashlib.pbkdf2_hmac("sha256", b"in C,", b"without a look at signals", 6_000_000)
+        finally:
+            ended.set()
+
+    def interrupt() -> None:
+        begun.wait()
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        bpe_module._interruptible(learn, texts())
+    assert ended.is_set() == reading  # no thread that runs Python is left, and nobody waits for one in C
+
+
+def test_what_is_wrong_with_a_text_is_told_by_the_one_who_learns(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("{}\n")
+    assert "wrong.jsonl:1: no field 'text'" in mistake(train_bpe, [Source([wrong])], vocab_size=300)

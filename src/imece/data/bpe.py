@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import tokenizers
@@ -71,5 +72,38 @@ def train_bpe(
         if progress:
             progress(total, total)
 
-    tokenizer.train_from_iterator(sample(), trainer)
+    _interruptible(lambda texts: tokenizer.train_from_iterator(texts, trainer), sample())
     return JsonTokenizer(tokenizer, token_of(tokenizer, END))
+
+
+def _interruptible(learn: Callable[[Iterator[str]], None], texts: Iterator[str]) -> None:
+    """`learn(texts)` on a thread beside, so that Ctrl-C is heard at once: when all is read, it makes merges
+    for seconds without coming back to Python, which calls handlers of signals on the main thread alone."""
+    errors: list[BaseException] = []
+    # Not Thread.join, which after a Ctrl-C takes the thread for one that has ended.
+    left, all_read, done = threading.Event(), threading.Event(), threading.Event()
+
+    def read() -> Iterator[str]:
+        for text in texts:
+            if left.is_set():
+                raise KeyboardInterrupt
+            yield text
+        all_read.set()
+
+    def run() -> None:
+        try:
+            learn(read())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="imece: learning the tokenizer", daemon=True).start()
+    try:
+        done.wait()
+    finally:
+        left.set()
+        if not all_read.is_set():  # it would run Python while the interpreter ends
+            done.wait(2.0)
+    if errors:
+        raise errors[0]
