@@ -11,32 +11,12 @@ import pytest
 from imece.train.stopping import SIGNALS, Stop
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_is_noted_and_the_second_acts(number: signal.Signals) -> None:
-    came: list[int] = []
-    before = {each: signal.signal(each, lambda signum, _: came.append(signum)) for each in SIGNALS}
-    ours = {each: signal.getsignal(each) for each in SIGNALS}
-    try:
-        stop = Stop()
-        assert stop.signal == 0
-        with stop.listening():
-            os.kill(os.getpid(), number)
-            assert (stop.signal, came) == (number, [])
-            for each in SIGNALS:
-                os.kill(os.getpid(), each)
-            assert (stop.signal, came) == (number, list(SIGNALS))
-        assert {each: signal.getsignal(each) for each in SIGNALS} == ours
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
 def test_a_rank_that_was_launched_notes_the_first_alone() -> None:
     """systemd signals the launcher, which passes it on, and the ranks."""
     came: list[int] = []
     before = {each: signal.signal(each, lambda signum, _: came.append(signum)) for each in SIGNALS}
     try:
-        stop = Stop(launched=True)
+        stop = Stop()
         with stop.listening():
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
@@ -52,7 +32,7 @@ def test_one_that_came_before_anybody_listened_is_noted() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # other threads here hold nothing back
-        stop = Stop(launched=True)
+        stop = Stop()
         with stop.listening():
             assert stop.signal == signal.SIGTERM
     finally:
@@ -77,7 +57,7 @@ def test_what_this_process_was_started_to_ignore_stays_ignored() -> None:
             assert stop.signal == 0
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.signal == signal.SIGTERM
-            assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_IGN, signal.SIG_DFL]
+        assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_IGN, signal.SIG_DFL]
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

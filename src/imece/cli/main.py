@@ -13,7 +13,10 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import NoReturn
 
 from imece import __version__
 from imece.errors import UserError
@@ -99,28 +102,40 @@ def _run(arguments: list[str]) -> int:
 
 
 def _run_module(name: str, arguments: list[str]) -> int:
-    """Run a command's file. Signals wait until its imports are complete: a KeyboardInterrupt would leave half
-    a module, or abort in C++. A rank that was launched handles such a signal later, together with other
-    ranks."""
+    """Run a command's file. A rank that was launched handles a signal that comes amid its imports later,
+    together with other ranks."""
     from imece.launch.signals import signals_as_exit
     from imece.train.stopping import Stop
     from imece.world import read_world
 
-    launched = name in _RANKS and read_world().launcher != "single"
-    stop = Stop(launched)
-    with stop.listening():
-        try:
-            module = importlib.import_module(f"imece.cli.{name}")
-        except Exception:
-            if stop.signal and not launched:  # an error that a library made of a second Ctrl-C
-                raise KeyboardInterrupt from None
-            raise
-        if launched:
-            return int(module.run_as_rank(arguments, stop))
-    if stop.signal:
-        signal.raise_signal(stop.signal)
+    if name in _RANKS and read_world().launcher != "single":
+        stop = Stop()
+        with stop.listening():
+            return int(importlib.import_module(f"imece.cli.{name}").run_as_rank(arguments, stop))
+    with _leaving_at_once():
+        module = importlib.import_module(f"imece.cli.{name}")
     with signals_as_exit():  # what lies in a temporary folder, or half written, goes as after Ctrl-C
         return int(module.run(arguments))
+
+
+@contextlib.contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """While open, Ctrl-C ends the process where it is. Nothing was begun that would have to be cleared up,
+    and a KeyboardInterrupt would leave half a module, or abort in C++."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(2, b"imece: interrupted\n")
+        os._exit(128 + number)
+
+    before, thread = signal.getsignal(signal.SIGINT), threading.current_thread()
+    if before is not signal.default_int_handler or thread is not threading.main_thread():
+        yield  # it was started to ignore Ctrl-C, or somebody else handles it
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _usage() -> str:

@@ -12,24 +12,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """The signal that came, 0 if none."""
+    """The first signal that came, 0 if none. Later ones do nothing: systemd, SLURM and pkill signal ranks and
+    their launcher alike, which passes it on, and kills a rank that takes too long."""
 
-    def __init__(self, launched: bool = False) -> None:
-        """launched: by a launcher that passes signals on, and kills a rank that takes too long."""
+    def __init__(self) -> None:
         self.signal = 0
-        self._launched = launched
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """The first signal is noted. A second one acts as usual, but does nothing in a launched rank. Signals
-        that this process was started to ignore stay ignored; those that it was started to block
-        (launch/crew.py) are unblocked."""
+        """While open, signals are noted. Those that this process was started to ignore stay ignored; those
+        that it was started to block (launch/crew.py) are unblocked."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python runs handlers on the main thread only
             return
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._note) for number in heard}
-        self._before = before
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             yield
@@ -38,9 +35,4 @@ class Stop:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._launched:  # systemd, SLURM and pkill signal ranks and launcher alike: it comes twice
-            self.signal = self.signal or number
-            return
-        self.signal = number
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        self.signal = self.signal or number
