@@ -30,7 +30,8 @@ _RANKS = _BASE | {
     "store",
     "status",
     "device",
-    "opening",
+    "moments",
+    "groups",
     "mesh",
 }
 _ENGINE = _RANKS | {"collectives", "model_parallel", "data_parallel"}
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
     "writing": {"errors"},
-    "opening": set(),
+    "moments": set(),
     "system": {"errors", "listing"},
     "on_import": set(),  # it runs while others are being imported
     "layout": _BASE,
@@ -52,8 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": _BASE | {"world"},
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
-    "meeting": _RANKS - {"mesh"},
-    "mesh": _RANKS | {"meeting"},
+    "groups": _RANKS - {"groups", "mesh"},
+    "mesh": _RANKS,
+    "meeting": _RANKS - {"groups", "mesh"},
+    "opening": _RANKS | {"meeting"},
     "collectives": _RANKS,
     "model_parallel": _RANKS | {"collectives", "models"},
     "data_parallel": _RANKS
@@ -62,8 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": _BASE,
     "observe": {"system", "writing"},
     "checkpoint": _ENGINE,
-    "membership": _ENGINE | {"checkpoint"},
-    "train": _TRAIN | {"plan"},
+    "membership": _ENGINE | {"checkpoint", "opening"},
+    "train": _TRAIN | {"opening", "plan"},
     # What becomes of another system's settings, and so what of them is refused here.
     "foreign": _BASE
     | {"data_parallel.sharding.cast", "data_parallel.sharding.offload", "data_parallel.strategy"}
@@ -228,7 +231,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, line: str, expe
         ),
         ("plan/memory.py", "from imece.observe.units import si"),
         ("cli/main.py", "import imece\nfrom imece.data_parallel import shard"),
-        ("__init__.py", "from imece.mesh import init"),
+        ("__init__.py", "from imece.opening import init"),
     ],
 )
 def test_what_the_order_allows_is_let_through(tmp_path: Path, file: str, line: str) -> None:

@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import imece
-from imece import meeting
+from imece import meeting, moments, opening
 from imece import mesh as mesh_module
 from imece import store as store_module
 from imece.axes import AXES, check_axes, coordinates, crossing, partition
@@ -38,7 +38,7 @@ from imece.collectives.shared_memory.board import CLOSED
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.device import check_backend, choose_device
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, UserError
-from imece.store import read_note, root_store
+from imece.store import read_note
 from imece.world import World, check_not_opened
 from tests.ranks import run_ranks, start_ranks
 
@@ -393,18 +393,18 @@ def test_missing_ranks_are_named() -> None:
 def reforms() -> list[float]:
     """Rank 0 forms a generation that is over half-way, of which rank 1 never hears, and then waits for it."""
     mesh = imece.init(timeout=timedelta(hours=10))
-    rank, store = mesh.rank, root_store(mesh._store)
+    rank, store = mesh.rank, mesh._launchers
     if rank == 0:
         is_over = mock.patch.object(board, "_meet", side_effect=CollectiveError("a newer one is there"))
         with is_over, pytest.raises(CollectiveError):
-            mesh_module.reform(0, 1, dist.PrefixStore("half-way", store))
+            opening.reform(0, 1, dist.PrefixStore("half-way", store))
     hurry = 1.0  # so many seconds pass in one while ranks meet
     clock = SimpleNamespace(monotonic=lambda: hurry * time.monotonic(), sleep=time.sleep)
     summed = []
 
     def both(name: str, late_s: float) -> None:
         time.sleep(late_s if rank == 1 else 0)
-        mesh_module.reform(rank, 2, dist.PrefixStore(name, store))
+        opening.reform(rank, 2, dist.PrefixStore(name, store))
         ones = torch.ones(1)
         dist.all_reduce(ones, group=mesh.host_group_in(1))
         summed.append(ones.item())
@@ -530,8 +530,8 @@ def test_what_a_rank_starts_with_its_own_variables_is_no_rank() -> None:
 def ends() -> list[str]:
     imece.init()
     said: list[str] = []
-    mesh_module.before_closing.append(lambda: said.append("the mesh"))
-    mesh_module.ended_last.append(lambda: said.append("the beat"))
+    moments.before_closing.append(lambda: said.append("the mesh"))
+    moments.ended_last.append(lambda: said.append("the beat"))
     atexit.register(lambda: said.append("somebody's upload"))
     atexit._run_exitfuncs()
     return said

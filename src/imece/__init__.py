@@ -30,8 +30,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from imece import errors
+from imece.moments import at_opening
 from imece.on_import import register_backend
-from imece.opening import at_opening
 
 if TYPE_CHECKING:
     from imece.checkpoint.full import full_optimizer_state
@@ -61,11 +61,12 @@ if TYPE_CHECKING:
     from imece.foreign.files import read_settings
     from imece.launch.spawn import spawn
     from imece.membership.steps import steps
-    from imece.mesh import Mesh, init
+    from imece.mesh import Mesh
     from imece.model_parallel.context import ContextParallel
     from imece.model_parallel.pipeline import Pipeline
     from imece.model_parallel.tensor import tensor_parallel
     from imece.model_parallel.vocabulary import cross_entropy
+    from imece.opening import init
     from imece.world import World
 
 __version__ = "0.1.0"
@@ -92,7 +93,8 @@ _HOMES = {
     "model_parallel.pipeline": ["Pipeline"],
     "model_parallel.tensor": ["tensor_parallel"],
     "model_parallel.vocabulary": ["cross_entropy"],
-    "mesh": ["Mesh", "init"],
+    "mesh": ["Mesh"],
+    "opening": ["init"],
     "world": ["World"],
 }  # fmt: skip
 _HOME_OF = {name: f"imece.{module}" for module, names in _HOMES.items() for name in names}
@@ -145,8 +147,7 @@ def _watch_gpus() -> None:
 
 
 register_backend()
-at_opening(_listen)
-at_opening(_watch_gpus)
+at_opening += [_listen, _watch_gpus]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import imece
-from imece import mesh
+from imece import opening
 from imece.collectives import recorder
 from imece.collectives.recording import (
     CAPACITY,
@@ -351,7 +351,7 @@ def change_places() -> list[Any]:
     for _ in range(1 + rank):  # as if one of them came from a world of its own
         recorder.leave(recorder.enter("broadcast", default_group(), F32, (4,)))
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    mesh.reform(1 - rank, 2, dist.PrefixStore("turned", store))
+    opening.reform(1 - rank, 2, dist.PrefixStore("turned", store))
     imece.all_reduce(torch.ones(4))
     found = recorder.attach(os.getpid())
     calls = [f"{call.op} number {call.number} on group {call.group}" for call in found.calls]

@@ -30,7 +30,8 @@ from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.data_parallel.sharding import stores
 from imece.errors import PeerLostError
 from imece.membership.pieces import Pieces
-from imece.mesh import Mesh, reform
+from imece.mesh import Mesh
+from imece.opening import reform
 from tests.ranks import run_ranks, start_ranks
 
 SHAPE = Shape(vocabulary=32, width=16, layers=3, heads=2, length=8)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imece import mesh as meshes
+from imece import moments, opening
 from imece.collectives import pending
 from imece.membership import gpu_errors, member
 from imece.membership.aborting import Aborting
@@ -28,7 +28,7 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
     roster = Roster(store)
     roster.publish(Generation(0, (0,)))
     monkeypatch.setattr(member, "_connect", lambda where: store)
-    monkeypatch.setattr(meshes, "ended_last", [])
+    monkeypatch.setattr(moments, "ended_last", [])
     asked: list[str] = [""]
     monkeypatch.setattr(gpu_errors, "error_on_gpus", lambda: asked.pop() if asked else "")
     world = SimpleNamespace(member=0, master_addr="127.0.0.1", master_port=1, agent_port=None, joining=False)
@@ -37,7 +37,7 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
     while (beat := roster.beat(0)) is None or asked:
         time.sleep(0.001)
     assert beat[1] == 7, "the steps of a checkpoint"
-    (end,) = meshes.ended_last
+    (end,) = moments.ended_last
     assert ours._beating.is_alive()
     end()
     assert not ours._beating.is_alive()
@@ -89,7 +89,7 @@ def test_who_moves_while_its_beat_asks_is_not_cut_off_when_a_member_joins(
     cuts: list[int] = []
     monkeypatch.setattr(member, "_CUT_S", 0.0)
     monkeypatch.setattr(connections, "cut", lambda: cuts.append(ours._at))
-    monkeypatch.setattr(meshes, "reform", lambda *_: None)
+    monkeypatch.setattr(opening, "reform", lambda *_: None)
     monkeypatch.setenv("RANK", "1")  # to be as they were
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -139,7 +139,7 @@ def test_a_generation_that_has_met_is_not_left_for_one_who_joins(monkeypatch: py
     def enters(number: int, then: Callable[[dist.Store, Callable[[], object]], object]) -> bool:
         generation = Generation(number, (0, 1))
         roster.publish(generation)
-        monkeypatch.setattr(meshes, "reform", lambda *given: then(*given[2:]))
+        monkeypatch.setattr(opening, "reform", lambda *given: then(*given[2:]))
         return ours._enter(generation, 5.0)
 
     def joins(store: dist.Store) -> None:
@@ -185,7 +185,7 @@ def test_groups_that_are_never_made_are_left(monkeypatch: pytest.MonkeyPatch) ->
             ours._newest = roster.newest()
             ours._cut_off(roster)
 
-    monkeypatch.setattr(meshes, "reform", reform)
+    monkeypatch.setattr(opening, "reform", reform)
     with ThreadPoolExecutor(1) as threads:
         beats = threads.submit(beat)
         try:

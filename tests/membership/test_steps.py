@@ -102,11 +102,10 @@ def test_what_is_refused() -> None:
 BREAKS = """
 import sys, torch, imece
 from imece.membership.roster import Roster
-from imece.store import root_store
 mesh = imece.init()
 sgd = lambda each: torch.optim.SGD(each, lr=0.1)
 model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
-roster, members = Roster(root_store(mesh._store)), range(mesh.world_size)
+roster, members = Roster(mesh._launchers), range(mesh.world_size)
 for step in imece.steps(100, model, optimizer):
     with step as number:
         model(torch.ones(1, 2)).sum().backward()

@@ -29,7 +29,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
 
     def run(number: int, *, joining: bool = False) -> None:
         mesh = SimpleNamespace(rank=number, world=SimpleNamespace(joining=joining), hosts=[[0, 1]])
-        monkeypatch.setattr("imece.mesh.init", lambda axes, ranks: mesh)
+        monkeypatch.setattr("imece.opening.init", lambda axes, ranks: mesh)
         start.run_rank(TrainConfig(run=str(tmp_path / "run")), Stop())
 
     monkeypatch.setattr(start, "check_same_start", lambda config, mesh: None)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from imece import mesh as meshes
+from imece import moments
 from imece.checkpoint import commit, deal
 from imece.checkpoint.manifest import Json
 from imece.checkpoint.meeting import NotSavedError, Stop
@@ -44,8 +45,8 @@ def _end_waits(why: str) -> None:
         each._lose(why)
 
 
-meshes.once_arranged.append(_count_worlds)
-meshes.once_lost.append(_end_waits)
+moments.once_arranged.append(_count_worlds)
+moments.once_lost.append(_end_waits)
 
 
 class Checkpoints:

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, cast
 import torch
 import torch.distributed as dist
 
-from imece import mesh
+from imece import mesh, moments
 from imece.collectives import checks, pending, recorder
 from imece.collectives.fingerprint import Announced
 from imece.collectives.given_up import Waitable
@@ -48,7 +48,7 @@ def finish() -> None:
     pending.finish()
 
 
-mesh.before_closing.append(finish)
+moments.before_closing.append(finish)
 
 
 def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor | None) -> TypeGuard[SharedMemoryGroup]:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from imece import mesh
+from imece import moments
 from imece.collectives import fingerprint as fp
 from imece.collectives import recording as ring
 from imece.collectives.recording import Recording, attach, find
@@ -238,7 +238,7 @@ def _begin_again() -> None:
         _recorder.begin(*_place())
 
 
-mesh.once_arranged.append(_begin_again)
+moments.once_arranged.append(_begin_again)
 
 
 def _place() -> tuple[int, int, str]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from imece import mesh as meshes
+from imece import moments, opening
 from imece.collectives import companions, pending
 from imece.collectives.shared_memory.runner import abort_all
 from imece.errors import CollectiveError, PeerLostError, UserError
@@ -81,7 +81,7 @@ class Member:
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
         self._beating.start()
-        meshes.ended_last.append(self._close)  # a process that still lives must beat; one that ends must not
+        moments.ended_last.append(self._close)  # a process that still lives must beat; one that ends must not
 
     def _first(self) -> int:
         """The generation it was started in. The launcher may publish it a moment after the start."""
@@ -172,7 +172,7 @@ class Member:
         companions.forget()
         self.aborting.wait()
         try:
-            reform = partial(meshes.reform, rank, size, store, self._met)
+            reform = partial(opening.reform, rank, size, store, self._met)
             if self.mesh.device.type == "cpu":
                 pending.make_groups(reform)
             else:  # NCCL's groups belong to the thread's own GPU
@@ -249,7 +249,7 @@ class Member:
                 abort_all(PeerLostError(over))
                 self.aborting.abort()
                 pending.give_up(over, _STUCK_S)
-                for end in meshes.once_lost:
+                for end in moments.once_lost:
                     end(over)
 
     def _end_failed(self) -> None:

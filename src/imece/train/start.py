@@ -10,7 +10,7 @@ from signal import Signals
 
 import torch
 
-from imece import mesh as meshes
+from imece import opening
 from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.data.prepare import Prepared, TextSource, prepare
@@ -124,7 +124,7 @@ def run_rank(config: TrainConfig, stop: Stop) -> int:
     """
     folder = RunFolder(config.folder)
     with RunLock(folder.path) as lock:
-        mesh = meshes.init(axes_of(config.mesh, read_world().world_size), ranks=config.ranks or None)
+        mesh = opening.init(axes_of(config.mesh, read_world().world_size), ranks=config.ranks or None)
         check_same_start(config, mesh)
         together(mesh, lambda: check_libraries(config.lora))
         together(mesh, _check_cache)

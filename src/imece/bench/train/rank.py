@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from imece import mesh as meshes
+from imece import opening
 from imece.bench import crew
 from imece.bench.resident import peak_bytes, peak_from_now_on
 from imece.bench.train.pausing import PausingLoop
@@ -34,7 +34,7 @@ class Rank:
         torch.set_num_threads(1)
         sys.stdout = _Screen(open(os.devnull, "wb"))  # noqa: SIM115 - as long as the process
         os.environ["TERM"] = "xterm"  # so that the live line is drawn, as at a terminal
-        self._mesh = meshes.init(device="cpu")
+        self._mesh = opening.init(device="cpu")
         self._runs: dict[str, PausingLoop] = {}
 
     def open(self, way: str, folder: str) -> dict[str, Any]:
