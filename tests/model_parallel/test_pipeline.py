@@ -58,6 +58,13 @@ def transformer(tied: bool = False, layers: int = 4, checkpoint: bool = False) -
     return model
 
 
+def tied_and_frozen() -> nn.Module:
+    """The optimizer would step the embedding by decay alone, if it had a gradient of zeros."""
+    model = transformer(tied=True)
+    model.get_parameter("embed.weight").requires_grad_(False)
+    return model
+
+
 def even() -> nn.Module:
     """What can be halved."""
     shape = config(vocab_size=12, kv_heads=2, tied_head=True)
@@ -207,6 +214,8 @@ OF_TWO = {
     "clipped": Case(TWO, "1f1b", tied, strategy="zero1", clip=0.05),
     "recomputed": Case(TWO, "1f1b", partial(transformer, checkpoint=True)),
     "uneven": Case(TWO, "1f1b", tied, options={"cuts": [1]}),
+    "tied and frozen": Case(TWO, "1f1b", tied_and_frozen, strategy=None),
+    "tied and frozen zero1": Case(TWO, "1f1b", tied_and_frozen, strategy="zero1"),
     "head alone": Case(TWO, "gpipe", tied, options={"cuts": [4]}),
     "sequence": Case(TWO, "interleaved", sequence, numbers_of, options={"cuts": [1, 4, 5]}),
     "three chunks": Case(TWO, "interleaved", sequence, numbers_of, options={"chunks": 3}),
@@ -269,6 +278,34 @@ def shared_parameters_begin_equal(group: dist.ProcessGroup) -> None:
         part = Pipeline(model, mesh, micro_batches=2, loss=F.cross_entropy).part
         embed = part.state_dict()["embed.weight"]
         assert torch.equal(embed, imece.broadcast(embed.clone(), 0))
+
+
+def shared_parameters_may_be_frozen_later(group: dist.ProcessGroup) -> None:
+    """Not earlier: then no stage sums what it brings."""
+    for strategy in (None, "zero1"):
+        with contextlib.closing(imece.init(TWO)) as mesh:
+            case = Case(TWO, "1f1b", tied)
+            whole, pipeline = case.make(), Pipeline(case.make(), mesh, micro_batches=4, loss=case.loss)
+            part: nn.Module = pipeline.part
+            steppers: list[Any] = [optimizer_of(whole.parameters()), optimizer_of(part.parameters())]
+            if strategy is not None:
+                part, steppers[1] = parallelize(part, steppers[1], strategy, mesh)
+            for step in range(2):
+                inputs, targets = case.batch(step, BATCH)
+                case.loss(whole(inputs), targets).backward()
+                pipeline.step(inputs, targets)
+                for each in steppers:
+                    each.step()
+                    each.zero_grad()
+                for model in (whole, pipeline.part):
+                    model.get_parameter("embed.weight").requires_grad_(False)
+            expected = whole.state_dict()
+            for name, found in pipeline.part.state_dict().items():
+                assert (found - expected[name]).abs().max() < EXACT, (strategy, name)
+            frozen = Pipeline(tied_and_frozen(), mesh, micro_batches=4, loss=case.loss)
+            frozen.part.get_parameter("embed.weight").requires_grad_(True)
+            with pytest.raises(ValueError, match=r"embed\.weight, which several stages have, was frozen"):
+                frozen.step(*case.batch(0, BATCH))
 
 
 # Gradients that stay for a while.
@@ -528,6 +565,7 @@ CHECKS: dict[str, Check] = {
             without_the_sum_over_data,
             shared_parameters_stay_equal,
             shared_parameters_begin_equal,
+            shared_parameters_may_be_frozen_later,
             steps_add_up,
             half_adds_up_in_fp32,
             evaluates_before_and_after_precision,

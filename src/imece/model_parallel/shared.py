@@ -26,20 +26,31 @@ class Shared:
         self._group, self._rank = group, group.rank()
         holders: defaultdict[int, list[int]] = defaultdict(list)
         parameters: dict[int, nn.Parameter] = {}
+        names: dict[int, str] = {}
         for rank, stages in enumerate(parts):
-            found = [each for named in stages for module in named.values() for each in module.parameters()]
-            for parameter in dict.fromkeys(found):  # in one order on all ranks
+            found = {  # in one order on all ranks
+                parameter: f"{prefix}.{name}"
+                for named in stages
+                for prefix, module in named.items()
+                for name, parameter in module.named_parameters()
+            }
+            for parameter, name in found.items():
                 holders[id(parameter)].append(rank)
-                parameters[id(parameter)] = parameter
-        self._mine = [
+                parameters[id(parameter)], names[id(parameter)] = parameter, name
+        mine = [
             (parameters[key], ranks)
             for key, ranks in holders.items()
             if len(ranks) > 1 and self._rank in ranks
         ]
+        # A frozen one may have no gradient, not even zeros, by which an optimizer would let it decay.
+        self._mine = [(parameter, ranks) for parameter, ranks in mine if parameter.requires_grad]
+        self._frozen = {
+            names[id(parameter)]: parameter for parameter, _ in mine if not parameter.requires_grad
+        }
         self._older: list[Tensor | None] = [None] * len(self._mine)
         self._summed = False  # whether .grad holds sums
         with torch.no_grad():
-            for parameter, ranks in self._mine:
+            for parameter, ranks in mine:
                 values = self._exchanged(parameter.detach(), ranks)
                 parameter.copy_(values[0])
 
@@ -49,7 +60,16 @@ class Shared:
         return [parameter for parameter, _ in self._mine]
 
     def before_step(self) -> None:
-        """Set aside gradients that are already summed, so that they are not summed again."""
+        """Set aside gradients that are already summed, so that they are not summed again.
+
+        ValueError if a parameter that was frozen at construction wants a gradient now.
+        """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{name}, which several stages have, was frozen when imece.Pipeline was made, and wants "
+                    "a gradient now, which they would not sum: freeze it after that"
+                )
         for at, (parameter, _) in enumerate(self._mine):
             if parameter.grad is None:  # it was zeroed
                 self._older[at] = None
@@ -66,7 +86,11 @@ class Shared:
             for each in others:
                 total += each
             older, self._older[at] = self._older[at], None
-            parameter.grad = total if older is None else total.add_(older)
+            if older is not None:
+                total += older
+            elif parameter.grad is None and not parameter.requires_grad:
+                continue  # it was frozen since
+            parameter.grad = total
         self._summed = True
 
     def _exchanged(self, mine: Tensor, ranks: list[int]) -> list[Tensor]:
