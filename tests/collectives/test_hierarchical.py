@@ -162,19 +162,24 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
             hierarchical.all_reduce(shared, groups, op, wire="bf16", chunk_bytes=SMALL)
             assert torch.equal(shared, got), f"bf16 {op} of [{numel}]: shared memory changes the bits"
             again = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="bf16")
-            hashes += [bits(got), bits(again)]
-            cases += 2
+            in_bytes = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="int8")
+            # Of blocks that may be as large as the largest number; of the sums of a host, and of all.
+            error, most = (in_bytes.double() * scale - exact).abs(), size.max() if numel else 0.0
+            assert bool((error <= (groups.cross.size() + 1) / 254 * most).all()), f"int8 {op} of [{numel}]"
+            hashes += [bits(got), bits(again), bits(in_bytes)]
+            cases += 3
     exact_wire(groups)
     return {"cases": cases, "hashes": hashes}
 
 
 def exact_wire(groups: HostGroups) -> None:
-    """The negative control of the bf16 wire: numbers that bf16 cannot hold survive only without it."""
+    """The negative control of the wires: numbers that they cannot hold survive only without them."""
     one_host = groups.cross.size() == 1
-    for wire, expected in ((None, True), ("bf16", one_host)):
+    for wire, expected in ((None, True), ("bf16", one_host), ("int8", one_host)):
         tensor = torch.full((64,), 1.0 + 2.0**-12)
+        tensor[::8] = 2.0
         hierarchical.all_reduce(tensor, groups, "avg", wire=wire)
-        assert bool((tensor == 1.0 + 2.0**-12).all()) is expected
+        assert bool((tensor[1:8] == 1.0 + 2.0**-12).all()) is expected
 
 
 def halves_over_hosts(hosts: int) -> int:

@@ -623,7 +623,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         ValueError,
         "delay_all_reduce_named_params is not supported",
     ),
-    "wire": (Branches, {"wire": "fp8"}, ValueError, "unknown wire 'fp8': None or 'bf16'"),
+    "wire": (Branches, {"wire": "fp8"}, ValueError, "unknown wire 'fp8': None, 'bf16' or 'int8'"),
     "schedule": (Branches, {"schedule": "rings"}, ValueError, "'rings' of all_reduce: did you mean 'ring'"),
     "average": (Branches, {"average": "words"}, ValueError, "'words'.*ranks, samples, tokens"),
     **{

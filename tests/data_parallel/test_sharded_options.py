@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imece import MixedPrecision, parallelize
 from imece.collectives import execute, native, wire
+from imece.collectives.wire_formats import BLOCK, FORMATS
 from imece.data_parallel import norm
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -88,7 +89,7 @@ def of_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.T
     return found
 
 
-# bf16 on the wire.
+# Fewer bytes on the wire.
 
 
 def local_gradients(group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
@@ -131,13 +132,15 @@ def rounds_once(group: dist.ProcessGroup) -> None:
 
 
 def trains_as_fp32(group: dist.ProcessGroup) -> None:
-    """The same bits for all strategies, other bits than fp32's, and nearly their losses."""
+    """Other bits than fp32's, and nearly their losses; in bf16 the same bits for all strategies."""
     fp32 = losses(WAYS[0], group)
-    replicate = losses(Way("replicate"), group, wire="bf16")
-    found = [losses(way, group, wire="bf16") for way in WAYS]
-    for each in (replicate, *found):
-        assert not torch.equal(each, fp32) and torch.allclose(each, fp32, rtol=0.01)
-    assert all(torch.equal(each, found[0]) for each in found[1:])
+    for carried in FORMATS:
+        replicate = losses(Way("replicate"), group, wire=carried)
+        found = [losses(way, group, wire=carried) for way in WAYS]
+        for each in (replicate, *found):
+            assert not torch.equal(each, fp32) and torch.allclose(each, fp32, rtol=0.01)
+        if carried == "bf16":
+            assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
 class Sent:
@@ -168,20 +171,23 @@ class Sent:
             yield
 
 
-def sends_half(group: dist.ProcessGroup) -> None:
+def sends_fewer_bytes(group: dist.ProcessGroup) -> None:
     """A rank's bytes of gradients in one backward, whether it overlaps or not."""
     for way in WAYS:
         for overlap in (False, True):
             sent: list[int] = []
-            for carried in (None, "bf16"):
+            for carried in (None, *FORMATS):
                 model, _ = wrapped(way, group, wire=carried, overlap=overlap)
                 count = Sent()
                 with count.counting():
                     loss_of(model, 0).backward()
                 sent.append(count.by_group[group])
-            elements = sum(store.plan.numel for store in model.sharding.stores)
-            assert sent[0] == 4 * elements * (group.size() - 1) // group.size()
-            assert sent[1] == sent[0] // 2, f"{way}, overlap={overlap}"
+            shards = [store.plan.shard_numel for store in model.sharding.stores]
+            in_steps = sum(-(-each // BLOCK) for each in shards)
+            for found, elements in zip(
+                sent, (sum(shards), sum(shards) / 2, sum(shards) / 4 + in_steps), strict=True
+            ):
+                assert found == 4 * elements * (group.size() - 1), f"{way}, overlap={overlap}"
 
 
 def hybrid_wire(group: dist.ProcessGroup) -> None:
@@ -207,7 +213,7 @@ def hybrid_wire(group: dist.ProcessGroup) -> None:
 def refused_options(group: dist.ProcessGroup) -> None:
     for strategy in ("replicate", *SHARDED):
         model = made()
-        with pytest.raises(ValueError, match="unknown wire 'fp8': None or 'bf16'"):
+        with pytest.raises(ValueError, match="unknown wire 'fp8': None, 'bf16' or 'int8'"):
             parallelize(model, adamw(model), strategy, group, wire="fp8")  # type: ignore[arg-type]
     for strategy in ("auto", "replicate", "zero1"):
         with pytest.raises(ValueError, match="bucket_cap_mb=inf: MiB, more than 0 and finite"):
@@ -867,7 +873,7 @@ CHECKS: dict[str, Check] = {
     "buffers from meta": buffers_from_meta,
     "rounds once": rounds_once,
     "trains as fp32": trains_as_fp32,
-    "sends half": sends_half,
+    "sends half": sends_fewer_bytes,
     "refused options": refused_options,
     "hybrid wire": hybrid_wire,
 }

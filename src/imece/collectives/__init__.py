@@ -5,7 +5,7 @@ calls, pending, given_up         how a call is carried out, what async_op=True r
 native, reduction                torch's own collectives; what each reduction means for a dtype
 schedules, execute               collectives as lists of sends, receives and sums
 over_hosts, hierarchical         calls over hosts, in lanes; their stages are in hierarchical_chunk
-wire                             in bf16, summed in fp32
+wire, wire_formats               in bf16 or int8, summed in fp32
 links, link_types, choice, auto  links are measured, then a schedule is chosen
 checks, rollcall, companions     calls that do not match are errors; over groups beside the group
 fingerprint                      what a call is, in 64 bits and in words

@@ -28,7 +28,7 @@ from imece.collectives.hierarchical_chunk import Chunk, Cut, HostGroups, Row, St
 from imece.collectives.reduction import flattened, landed, prepared, shares_memory
 from imece.collectives.shared_memory.arena import ARENAS, shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.collectives.wire import check_bf16, check_wire
+from imece.collectives.wire import check_sum
 
 __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter", "sum_of_rows"]
 
@@ -51,12 +51,13 @@ def all_reduce(
 ) -> torch.Tensor:
     """In place; every rank gets the same bits.
 
-    tensor: any shape, M bytes. op: sum, avg, min, max, product. wire="bf16": half the bytes between hosts
-    (sum and avg of floating point only; summed in fp32, as in wire.py; with two hosts the sum is not
-    rounded). Bytes sent a rank: 2(H−1)/H · M in the host, 2(K−1)/K · M/H between hosts. ValueError for an
-    operation that the dtype or the wire does not know.
+    tensor: any shape, M bytes. op: sum, avg, min, max, product. wire: fewer bytes between hosts (sum and avg
+    of floating point only; summed in fp32, as in wire.py; with two hosts the sum is not rounded). Bytes sent
+    a rank: 2(H−1)/H · M in the host, 2(K−1)/K · M/H between hosts. ValueError for an operation that the dtype
+    or the wire does not know.
     """
-    _check_wire(tensor, op, wire)
+    if wire is not None:
+        check_sum(tensor, op, wire)
     world_size = hosts.world_size
     with torch.no_grad():
         buffer, base = _to_sum(tensor, op, world_size, wire)
@@ -97,10 +98,11 @@ def reduce_scatter(
     as all_reduce.
 
     tensor: K·H times as many elements as out, M bytes; out may be its own slice, and the others stay as they
-    are. op, wire, ValueError: as for all_reduce, but the sum is never rounded to bf16. Bytes sent a rank:
+    are. op, wire, ValueError: as for all_reduce, but the sum is never rounded. Bytes sent a rank:
     (H−1)/H · M in the host, (K−1)/K · M/H between hosts.
     """
-    _check_wire(tensor, op, wire)
+    if wire is not None:
+        check_sum(tensor, op, wire)
     world_size = hosts.world_size
     assert tensor.numel() == world_size * out.numel()
     with torch.no_grad():
@@ -132,7 +134,8 @@ def sum_of_rows(
     are. op, wire, ValueError, and bits: as for all_reduce. Bytes sent a rank: (H−1)/H · M in the host,
     2(K−1)/K · M/H between hosts.
     """
-    _check_wire(tensor, op, wire)
+    if wire is not None:
+        check_sum(tensor, op, wire)
     world_size, numel, each = hosts.world_size, out.numel(), hosts.host.size()
     assert tensor.numel() == each * numel
     with torch.no_grad():
@@ -247,12 +250,6 @@ def _row(memory: torch.Tensor, hosts: HostGroups, numel: int, of: int) -> Row:
     whole = memory.numel() == hosts.world_size * numel
     at = [ranks[of] for ranks in hosts.ranks] if whole else range(len(hosts.ranks))
     return [memory[each * numel : (each + 1) * numel] for each in at]
-
-
-def _check_wire(tensor: torch.Tensor, op: str, wire: str | None) -> None:
-    check_wire(wire)
-    if wire is not None:
-        check_bf16(tensor, op)
 
 
 def _to_sum(tensor: torch.Tensor, op: str, world_size: int, wire: str | None) -> tuple[torch.Tensor, str]:

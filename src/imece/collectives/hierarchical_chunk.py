@@ -28,6 +28,7 @@ from imece.collectives.given_up import Waitable
 from imece.collectives.pending import wait_for
 from imece.collectives.shared_memory.arithmetic import fresh, reduction
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.wire_formats import FORMATS
 
 Tensor = torch.Tensor
 Row = list[Tensor]
@@ -83,7 +84,7 @@ class Chunk:
         self.tag = TAG_HIERARCHICAL + hosts.lane
         self.peers, self.here = peers, peers.index(hosts.cross.rank())
         self.tensor, self.cut, self.op, self.whole = tensor, cut, op, whole
-        self.wire = wire if hosts.cross.size() > 1 else None
+        self.wire = FORMATS[wire] if wire is not None and hosts.cross.size() > 1 else None
         self.mine = cut(tensor, self.place)
         self.result = self.mine  # where the sums of the own row go, and what is gathered of it
         self.theirs = [cut(each, self.place) for each in in_host]
@@ -127,7 +128,7 @@ class Chunk:
     def _send_sums(self) -> None:
         sums = self._sum_in_host()
         if self.wire is not None:
-            sums = [each.to(torch.bfloat16) for each in sums]
+            sums = [self.wire.pack(each) for each in sums]
         if self.at_once:
             sums = sums * len(self.peers)
         self.arrived = [
@@ -141,9 +142,9 @@ class Chunk:
         if self.wire is None:
             _reduce(self.op, self.arrived, self.part)
         else:
-            self.part.copy_(self.arrived[0])
+            self.wire.unpack(self.arrived[0], self.part)
             for each in self.arrived[1:]:
-                self.part.add_(each)  # bf16 to fp32, without copies in fp32
+                self.wire.add(each, self.part)
         self.arrived = []
 
     def _sum_in_host(self) -> Row:
@@ -168,8 +169,8 @@ class Chunk:
     def _send_part(self) -> None:
         part, self.arrived = self.part, self.result
         if self.wire is not None:
-            part = part.to(torch.bfloat16)
-            self.part.copy_(part)  # what the others get
+            part = self.wire.pack(part)
+            self.wire.unpack(part, self.part)  # what the others get
             self.arrived = [torch.empty_like(part) for _ in self.result]
         self._exchange([part] * len(self.result), self.arrived)
 
@@ -178,7 +179,7 @@ class Chunk:
         if self.wire is not None:
             for host, each in enumerate(self.arrived):
                 if host != self.here:
-                    self.result[host].copy_(each)
+                    self.wire.unpack(each, self.result[host])
         self.arrived = []
 
     def _bring(self) -> None:

@@ -40,7 +40,7 @@ from imece.collectives.reduction import flattened, landed, op_name, prepared, sh
 from imece.collectives.schedules import build
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.tensors import check_rank, check_tensor, overlap
-from imece.collectives.wire import all_reduce_bf16, check_bf16, check_wire, reduce_scatter_bf16
+from imece.collectives.wire import all_reduce_packed, check_sum, reduce_scatter_packed
 
 __all__ = [
     "Pending",
@@ -77,8 +77,8 @@ def all_reduce(
 
     tensor: the same shape and dtype on every rank. Bytes sent a rank: 2(N−1)/N · M natively and with schedule
     "ring"; log2 N · M with "recursive_doubling"; "tree" and "root" lead through rank 0; "hierarchical" needs
-    the mesh's hosts. wire="bf16": floating point, sum and avg only, half the bytes of a ring, sums in fp32
-    (wire.py); with schedule "hierarchical", bf16 between hosts only.
+    the mesh's hosts. wire="bf16" or "int8": floating point, sum and avg only, a half or a quarter of a ring's
+    bytes, sums in fp32 (wire.py, wire_formats.py); with schedule "hierarchical", between hosts only.
 
     op: "sum", "avg", "min", "max", "product", or torch's ReduceOp. schedule: one of these names, "auto" for
     the fastest by the links, None for the backend's own way.
@@ -110,7 +110,7 @@ def all_reduce(
         )  # fmt: skip
     if wire is not None:
         return call.scheduled(
-            lambda: all_reduce_bf16(tensor, group, name, collective=not async_op), tensor, async_op
+            lambda: all_reduce_packed(tensor, group, name, wire, collective=not async_op), tensor, async_op
         )
     schedule = "ring" if schedule == "hierarchical" else schedule
     world_size = group.size()
@@ -177,7 +177,7 @@ def reduce_scatter(
             shared=input,
         )
     if wire is not None:
-        return _reduce_scatter_bf16(call, output, input, name, async_op)
+        return _reduce_scatter_packed(call, output, input, name, wire, async_op)
     schedule = "ring" if schedule == "hierarchical" else schedule
     if schedule is None:
         flat, base, back = _ready(input, name, group)
@@ -218,7 +218,7 @@ def sum_of_rows(
 
     group: the ranks that divide a model; replicas: the ranks with the same place in all such groups. input:
     contiguous, of output's dtype, and G times as long, G being the ranks of `group`. output may be its own
-    slice; the other slices are scratch. wire="bf16": as for all_reduce, between the replicas. Bytes sent a
+    slice; the other slices are scratch. wire: as for all_reduce, between the replicas. Bytes sent a
     rank: (G−1)/G · M in its group, 2(K−1)/K · M/G among K replicas. On CPUs, if the groups are the mesh's
     hosts and the ranks between them, asynchronous calls run side by side, as with schedule "hierarchical".
 
@@ -450,16 +450,17 @@ def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[
 
 def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> None:
     """ValueError unless this tensor can travel in fewer bits, in the way that was asked for."""
-    check_wire(wire)
+    check_sum(tensor, op, wire)
     if schedule not in (None, "auto", "hierarchical"):
-        raise ValueError(f"wire='bf16' has its own schedule, or 'hierarchical', but not {schedule!r}")
-    check_bf16(tensor, op)
+        raise ValueError(f"wire={wire!r} has its own schedule, or 'hierarchical', but not {schedule!r}")
 
 
-def _reduce_scatter_bf16(call: Call, output: Tensor, input: Tensor, op: str, async_op: bool) -> Any:
+def _reduce_scatter_packed(
+    call: Call, output: Tensor, input: Tensor, op: str, wire: str, async_op: bool
+) -> Any:
     def run() -> None:
         place = flat_place(output)
-        reduce_scatter_bf16(place, flattened(input), call.group, op, collective=not async_op)
+        reduce_scatter_packed(place, flattened(input), call.group, op, wire, collective=not async_op)
         copy_back(place, output)
 
     return call.scheduled(run, output, async_op)

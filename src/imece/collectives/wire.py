@@ -1,12 +1,14 @@
-"""Sends bf16 instead of fp32, and still sums in fp32. Half the bytes on every backend.
+"""Sends floating point numbers in fewer bytes (wire_formats.py), and still sums in fp32, on every backend.
 
-A ring that sums in bf16 rounds at every hop, so its error grows with the number of ranks. Here each element
-is rounded twice, whatever the number of ranks: each rank sends its slices in bf16 to their owners, an owner
-sums in fp32 in the order of ranks and rounds once, and the sums travel back in bf16. The owner's own
+A ring that sums in fewer bits rounds at every hop, so its error grows with the number of ranks. Here each
+element is rounded twice, whatever the number of ranks: each rank sends its slices packed to their owners, an
+owner sums in fp32 in the order of ranks and packs the sum, and the sums travel back. The owner's own
 contribution is rounded like the others', and every rank takes the rounded sum, so all ranks hold the same
-bits. bf16 keeps 8 bits, so rounding errs by 2⁻⁸ at most:
+bits. In bf16, which keeps 8 bits, rounding errs by 2⁻⁸ at most:
 
     |result − exact| <= 2⁻⁸ · (sum of |contributions| + |sum|)
+
+In int8 it is 1/254, of the largest magnitudes in the element's blocks instead of its own.
 
 A reduce-scatter ends with its owners' sums, which stay in fp32: its elements are rounded once.
 """
@@ -21,46 +23,53 @@ from imece.collectives.execute import TAG_WIRE, Message, post
 from imece.collectives.given_up import Waitable
 from imece.collectives.pending import wait_for
 from imece.collectives.reduction import flattened
+from imece.collectives.wire_formats import FORMATS
 
 OPS = ("sum", "avg")
 
 
 def check_wire(wire: str | None) -> None:
-    """ValueError unless `wire` is None or "bf16"."""
-    if wire not in (None, "bf16"):
-        raise ValueError(f"unknown wire {wire!r}: None or 'bf16'")
+    """ValueError unless `wire` is None or a format's name."""
+    if wire is not None and wire not in FORMATS:
+        raise ValueError(f"unknown wire {wire!r}: None, {' or '.join(map(repr, FORMATS))}")
 
 
-def check_bf16(tensor: torch.Tensor, op: str) -> None:
-    """ValueError unless a bf16 sum of this tensor makes sense."""
+def check_sum(tensor: torch.Tensor, op: str, wire: str) -> None:
+    """ValueError unless a sum of this tensor in fewer bits makes sense."""
+    check_wire(wire)
     if not tensor.dtype.is_floating_point:
-        raise ValueError(f"wire='bf16' carries floating point numbers, not {tensor.dtype}")
+        raise ValueError(f"wire={wire!r} carries floating point numbers, not {tensor.dtype}")
     if op not in OPS:
-        raise ValueError(f"wire='bf16' is for sum and avg, not {op!r}")
+        raise ValueError(f"wire={wire!r} is for sum and avg, not {op!r}")
 
 
-class Bf16Sum:
+class PackedSum:
     """One all-reduce in three stages: post_slices, post_sums (waits for the slices), finish (for the sums).
 
-    A reduce-scatter is over after `total`. Bytes sent a rank: (N−1)/N · M in all, M being the bytes of the
-    fp32 tensor. Scratch: M, and M/N in fp32.
+    A reduce-scatter is over after `total`. Bytes sent a rank: (N−1)/N · 2P, P being those of the packed
+    tensor. Scratch: 2P, and a slice in fp32; a tensor that does not divide by N is copied too.
     """
 
-    def __init__(self, flat: torch.Tensor, group: dist.ProcessGroup, op: str, *, collective: bool) -> None:
+    def __init__(
+        self, flat: torch.Tensor, group: dist.ProcessGroup, op: str, wire: str, *, collective: bool
+    ) -> None:
         """flat: 1D and contiguous, any floating dtype; the result is written into it. op: sum or avg.
 
         collective: whether the group's own all_to_all and all_gather may be used; the background thread must
         not, since the order of its calls among those of other threads is not the same on all ranks.
         """
         self.flat, self.group, self.op, self.collective = flat, group, op, collective
+        self.wire, self._what = FORMATS[wire], f"an all_reduce in {wire}"
         self.rank, self.world_size = group.rank(), group.size()
         self.works: list[Waitable] = []
-        length = -(-flat.numel() // self.world_size)
-        self.rows = flat.new_zeros((self.world_size, length), dtype=torch.bfloat16)  # [rank, slice], padded
-        self.arrived = torch.empty_like(self.rows)  # my slice as each rank has it
+        self.length = -(-flat.numel() // self.world_size)
+        padding = self.length * self.world_size - flat.numel()
+        padded = torch.cat((flat, flat.new_zeros(padding))) if padding else flat
+        self.values = padded.view(self.world_size, self.length)  # [rank, slice]
 
     def post_slices(self) -> None:
-        self.rows.view(-1)[: self.flat.numel()].copy_(self.flat)
+        self.rows = self.wire.pack(self.values)  # [rank, packed slice]
+        self.arrived = torch.empty_like(self.rows)  # this rank's slice as each rank has it
         if self.collective:
             work = native.all_to_all(self.arrived.view(-1), self.rows.view(-1), self.group)
             if work is not None:
@@ -73,14 +82,15 @@ class Bf16Sum:
     def total(self) -> torch.Tensor:
         """This rank's slice, reduced, once the slices are there: fp32 [slice]."""
         self._wait()
-        total = self.arrived[0].float()
+        total = self.flat.new_empty(self.length, dtype=torch.float32)
+        self.wire.unpack(self.arrived[0], total)
         for contribution in self.arrived[1:]:
-            total.add_(contribution)
+            self.wire.add(contribution, total)
         return total.div_(self.world_size) if self.op == "avg" else total
 
     def post_sums(self) -> None:
         mine = self.rows[self.rank]
-        mine.copy_(self.total())
+        mine.copy_(self.wire.pack(self.total()))
         if self.collective:
             self.works = [native.all_gather(self.rows.view(-1), mine, self.group)]
         else:
@@ -88,7 +98,9 @@ class Bf16Sum:
 
     def finish(self) -> None:
         self._wait()
-        self.flat.copy_(self.rows.view(-1)[: self.flat.numel()])
+        self.wire.unpack(self.rows, self.values)
+        if self.values.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(self.values.view(-1)[: self.flat.numel()])
 
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all ranks write to the same one."""
@@ -103,23 +115,23 @@ class Bf16Sum:
 
     def _wait(self) -> None:
         for work in self.works:
-            wait_for(work, "a bf16 all_reduce")
+            wait_for(work, self._what)
         self.works = []
 
 
-def all_reduce_bf16(
-    tensor: torch.Tensor, group: dist.ProcessGroup, op: str = "sum", *, collective: bool = True
+def all_reduce_packed(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: str, wire: str, *, collective: bool
 ) -> torch.Tensor:
-    """Sum or average over the group, in place, with bf16 on the wire and sums in fp32.
+    """Sum or average over the group, in place, with fewer bytes on the wire and sums in fp32.
 
-    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes, half as many
-    as an fp32 ring. The result holds bf16 numbers, the same bits on every rank. ValueError for integers,
-    min and max.
+    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes in bf16, half as
+    many as an fp32 ring, and half of that in int8. The result is the same bits on every rank. ValueError for
+    integers, min and max.
     """
-    check_bf16(tensor, op)
+    check_sum(tensor, op, wire)
     flat = flattened(tensor)
     with torch.no_grad():
-        call = Bf16Sum(flat, group, op, collective=collective)
+        call = PackedSum(flat, group, op, wire, collective=collective)
         call.post_slices()
         call.post_sums()
         call.finish()
@@ -128,22 +140,24 @@ def all_reduce_bf16(
     return tensor
 
 
-def reduce_scatter_bf16(
+def reduce_scatter_packed(
     output: torch.Tensor,
     input: torch.Tensor,
     group: dist.ProcessGroup,
     op: str,
+    wire: str,
     *,
     collective: bool,
 ) -> torch.Tensor:
-    """Sum or average `input` over the group, with bf16 on the wire; put slice `rank` of it into `output`.
+    """Sum or average `input` over the group, with fewer bytes on the wire; put slice `rank` of it into
+    `output`.
 
     Both 1D and contiguous, input N times as long; output may be its own slice, and the others stay as they
-    are. Each rank sends (N−1)/N · M/2 bytes, M being those of the input in fp32. ValueError as above.
+    are. Each rank sends half of what `all_reduce_packed` does. ValueError as there.
     """
-    check_bf16(input, op)
+    check_sum(input, op, wire)
     assert input.numel() == output.numel() * group.size()
     with torch.no_grad():
-        call = Bf16Sum(input, group, op, collective=collective)
+        call = PackedSum(input, group, op, wire, collective=collective)
         call.post_slices()
         return output.copy_(call.total())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece import mesh as meshes
+from imece.collectives.wire_formats import WireName
 from imece.data_parallel import torch_calls
 from imece.data_parallel.across import AcrossModel, is_across, refuse_whole_matrices
 from imece.data_parallel.alone import refuse_what_nobody_sums, warn_of_steps_alone
@@ -47,7 +48,7 @@ def parallelize(
     average: Over = "ranks",
     bucket_cap_mb: float | None = None,
     precision: MixedPrecision | None = None,
-    wire: Literal["bf16"] | None = None,
+    wire: WireName | None = None,
     overlap: bool | None = None,
     units: Wanted = None,
     reshard_after_forward: bool = True,
@@ -85,8 +86,8 @@ def parallelize(
     bucket_cap_mb: MiB of a bucket. By default as for DistributedDataParallel; but 5 if gradients are sharded
         on CPUs, and with zero1 and zero2 on GPUs a 32nd of all gradients, up to 100, if that is more.
     precision: dtypes of a sharded model, of its gradients and of its buffers; by default its own.
-    wire: "bf16": gradients travel in bf16 and are summed in fp32; in hybrid strategies and on the CPUs of
-        several hosts only between hosts.
+    wire: "bf16" or "int8": gradients travel in two bytes or in one, and are summed in fp32; in hybrid
+        strategies and on the CPUs of several hosts only between hosts.
     overlap: as for DistributedDataParallel. If parameters are whole, it also lets a step over a network
         return while they are still gathered. Any use of a parameter waits for it; a tensor made from one
         before the step, such as `parameter.detach()`, cannot wait.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from imece.buckets import default_cap_bytes
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
+from imece.collectives.wire_formats import WireName
 from imece.data_parallel import arguments, other_models
 from imece.data_parallel.across import AcrossModel, refuse_other_parts
 from imece.data_parallel.average import Average, Over
@@ -94,7 +95,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         average: Over = "ranks",
-        wire: Literal["bf16"] | None = None,
+        wire: WireName | None = None,
         schedule: str | None = None,
         overlap: bool | None = None,
         drift_check_every: int = 0,

@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from imece.buckets import default_cap_bytes
 from imece.collectives import ops
+from imece.collectives.wire_formats import WireName
 from imece.data_parallel import other_models
 from imece.data_parallel.average import Over
 from imece.data_parallel.compiled import waits_before_compiled
@@ -81,7 +82,7 @@ class ShardedDataParallel(DistributedDataParallel):
         *,
         average: Over,
         bucket_cap_mb: float | None,
-        wire: Literal["bf16"] | None,
+        wire: WireName | None,
         overlap: bool | None,
     ) -> None:
         """Arguments as for `parallelize`. groups: which ranks divide the model, and which hold the
