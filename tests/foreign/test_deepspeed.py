@@ -15,6 +15,7 @@ from imece.cli.convert import script
 from imece.errors import UserError
 from imece.foreign.deepspeed import _USUAL
 from imece.foreign.settings import OptimizerSettings, ScalerSettings, ScheduleSettings, Settings
+from imece.foreign.training import train_toml
 
 # As the documentation of Hugging Face's Trainer has them, of each kind of value one at least.
 WHOLE: dict[str, Any] = {
@@ -62,7 +63,10 @@ def test_a_whole_one() -> None:
     assert found.optimizer == OptimizerSettings("AdamW", 3e-5, (0.9, 0.95), 1e-8, 0.1)
     assert found.schedule == ScheduleSettings("cosine", 100, 900, 1e-4)
     bf16 = imece.MixedPrecision(torch.bfloat16, torch.bfloat16)
-    assert found.arguments() == {"strategy": "zero3", "precision": bf16, "offload": "optimizer"}
+    assert found.arguments() == {
+        "strategy": "zero3", "precision": bf16, "wire": "int8", "offload": "optimizer"
+    }  # fmt: skip
+    assert 'wire = "int8"' in train_toml(found)
 
 
 def test_each_value_has_one_fate_in_the_order_of_the_file() -> None:
@@ -80,7 +84,6 @@ def test_each_value_has_one_fate_in_the_order_of_the_file() -> None:
     ]  # fmt: skip
     left = {each.name: each.text for each in values if each.fate == "left out"}
     assert left == {
-        "zero_optimization.zero_quantized_gradients": "bf16 is the shortest that gradients travel in",
         "optimizer.params.bias_correction": "an argument of torch.optim.AdamW, if it has it",
         "sparse_attention.mode": "attention is the model's own",
         "bananas": "not known",
@@ -169,7 +172,9 @@ def test_the_report_and_the_script_agree_on_autocast(content: dict[str, Any], sa
 
 
 def test_bf16_on_the_wire_of_whole_models() -> None:
-    assert read(communication_data_type="bf16").arguments() == {"strategy": "replicate", "wire": "bf16"}
+    found = read(communication_data_type="bf16")
+    assert found.arguments() == {"strategy": "replicate", "wire": "bf16"}
+    assert 'wire = "bf16"' in train_toml(found)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ CONFIGS = some(
         compile=st.booleans(),
         recompute=st.booleans(),
         offload=st.sampled_from(["none", "optimizer", "parameters"]),
+        wire=st.sampled_from(["none", "bf16", "int8"]),
         bad_steps=COUNTS,
     ),
     validate=some(ValidateSection, every=COUNTS, tokens=COUNTS_OR_0, patience=COUNTS_OR_0)
@@ -276,8 +277,9 @@ OTHER: dict[str, Any] = {
     "lora.quantize": "nf4", "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence": True,
     "mesh.pipeline": 2, "mesh.schedule": "gpipe",
     "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
-    "compute.offload": "optimizer", "compute.bad_steps": 1, "validate.every": 1, "validate.tokens": 1,
-    "validate.patience": 1, "checkpoint.every": 1, "checkpoint.minutes": 0.5,
+    "compute.offload": "optimizer", "compute.wire": "int8", "compute.bad_steps": 1,
+    "validate.every": 1, "validate.tokens": 1, "validate.patience": 1,
+    "checkpoint.every": 1, "checkpoint.minutes": 0.5,
     "checkpoint.keep": 1, "watch.drift_every": 1, "watch.slow_ratio": 2.0,
 }  # fmt: skip
 
@@ -300,7 +302,7 @@ def test_the_list_of_what_may_change() -> None:
     expected = {
         "run", "ranks", "steps", "epochs", "data.folder",
         "strategy", "mesh.context", "mesh.tensor", "mesh.sequence", "mesh.pipeline", "mesh.schedule",
-        "batch.micro", "compute.compile", "compute.recompute", "compute.offload",
+        "batch.micro", "compute.compile", "compute.recompute", "compute.offload", "compute.wire",
         "compute.bad_steps", "validate.every", "validate.tokens", "validate.patience",
         "checkpoint.every", "checkpoint.minutes", "checkpoint.keep",
         "watch.drift_every", "watch.slow_ratio",

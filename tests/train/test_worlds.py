@@ -80,3 +80,24 @@ def test_the_number_of_ranks_changes_nothing(tmp_path: Path) -> None:
         assert apart[0] <= 1e-5 and apart[1] <= 1e-3, apart
     falls = first[:, 0] - first[:, STEPS - 1]
     assert (falls > 0.3).all(), "a loss that stays would be the same whatever happened"
+
+
+def test_what_gradients_are_sent_as(tmp_path: Path) -> None:
+    """Each wire comes to losses of its own, which are nearly those of gradients as they are."""
+    wires = ("none", "bf16", "int8")
+    runs = [
+        options(
+            tmp_path,
+            wire,
+            "--steps=6",
+            "--optimizer.kind=adamw",
+            "--optimizer.warmup=1",
+            f"--compute.wire={wire}",
+        )
+        for wire in wires
+    ]
+    run_ranks(ledgers, 2, args=(runs,), backend=None)
+    curves = [[each["loss"] for each in records(tmp_path / wire)] for wire in wires]
+    assert len({tuple(curve) for curve in curves}) == len(wires)
+    for curve in curves[1:]:
+        assert curve[0] == curves[0][0] and np.allclose(curve, curves[0], rtol=0.01)

@@ -68,8 +68,8 @@ _FEW = (
     "gradient_clipping",
 )  # fmt: skip
 _OF_DEEPSPEED = (  # what counts of the settings that a file of DeepSpeed gives
-    "strategy", "dtype", "autocast", "reduce", "offload", "micro_batch", "accumulation", "global_batch",
-    "clip", "scaler", "optimizer", "schedule",
+    "strategy", "dtype", "autocast", "reduce", "quantised_gradients", "offload", "micro_batch",
+    "accumulation", "global_batch", "clip", "scaler", "optimizer", "schedule",
 )  # fmt: skip
 _KNOWN = ("compute_environment", "distributed_type", "mixed_precision", "num_processes", "num_machines")
 

@@ -77,7 +77,6 @@ _WITHIN = {"zero_hpz_partition_size": "a second copy", "mics_shard_size": "all s
 _REFUSED = {
     "zero_quantized_weights": "weights travel in their own dtype",
     "zero_quantized_nontrainable_weights": "weights travel in their own dtype",
-    "zero_quantized_gradients": "bf16 is the shortest that gradients travel in",
     "zenflow": "there is no such optimizer here",
     "leaf_module": "units= of imece.parallelize says which modules are gathered as one",
     "save_muon_momentum_buffer_in_memory": "Muon's state is in memory, and in checkpoints",
@@ -153,6 +152,9 @@ def read(
     scaler = _scaler(values)
     dtype, autocast, reduce = _dtypes(values, strategy)
     offload = _offload(values, strategy)
+    name = f"{_ZERO}.zero_quantized_gradients"
+    quantised = bool(values.flag(name))
+    values.take(name, f"gradients are sent {'in int8' if quantised else 'as they are'}")
     micro, accumulation, batch = _batch(values, ranks)
     clip = values.number("gradient_clipping")
     if not values.has("gradient_clipping"):
@@ -166,7 +168,7 @@ def read(
     for key, text in _NOT_HERE.items():
         values.leave(key, text)
     return Settings(
-        file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, autocast, reduce, offload,
+        file, "DeepSpeed", values.finish(_MARKS), strategy, dtype, autocast, reduce, quantised, offload,
         micro_batch=micro, accumulation=accumulation, global_batch=batch, clip=clip, scaler=scaler,
         optimizer=optimizer, schedule=schedule, ranks=ranks, hosts=hosts, host_rank=0 if hosts > 1 else None,
     )  # fmt: skip

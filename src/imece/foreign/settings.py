@@ -66,6 +66,8 @@ class Settings:
     """Whether `dtype` is that of torch.autocast, and parameters stay as they are."""
     reduce: Dtype | None = None
     """Dtype of gradients while they are summed; None: that of the parameters."""
+    quantised_gradients: bool = False
+    """Whether gradients are sent in int8, whatever they are summed in."""
     offload: Literal["optimizer", "parameters"] | None = None
     unit_classes: tuple[str, ...] = ()
     """Classes of modules, by name, that are gathered as one unit."""
@@ -105,8 +107,15 @@ class Settings:
         """Whether any rank holds only a part of anything."""
         return self.strategy != "replicate"
 
+    @property
+    def wire(self) -> Literal["bf16", "int8"] | None:
+        """What gradients are sent as, if not as they are; whole ones in bf16 if they are summed in that."""
+        if self.quantised_gradients:
+            return "int8"
+        return "bf16" if not self.is_sharded and self.reduce == "bf16" else None
+
     def arguments(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """For `imece.parallelize(model, optimizer, **arguments)`: strategy, precision, offload, units.
+        """For `imece.parallelize(model, optimizer, **arguments)`: strategy, precision, wire, offload, units.
 
         model: needed if the file names classes of modules, which are looked up in it. UserError if it is
         missing then, or has no module of such a class.
@@ -119,8 +128,8 @@ class Settings:
         if self.is_sharded and (self.dtype != "fp32" or self.reduce not in (None, "fp32")):
             param = None if self.dtype == "fp32" or self.autocast else getattr(torch, TORCH[self.dtype])
             found["precision"] = MixedPrecision(param, getattr(torch, TORCH[self.reduce or self.dtype]))
-        elif not self.is_sharded and self.reduce == "bf16":
-            found["wire"] = "bf16"
+        if self.wire is not None:
+            found["wire"] = self.wire
         if self.offload is not None:
             found["offload"] = self.offload
         if self.strategy in ("zero3", "hybrid"):

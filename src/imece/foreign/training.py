@@ -86,6 +86,7 @@ def _values(settings: Settings) -> dict[str, Any]:
         "compute.recompute": settings.recompute or None,
         "compute.compile": settings.compile or None,
         "compute.offload": settings.offload,
+        "compute.wire": settings.wire,
     }
     return {name: value for name, value in values.items() if value is not None}
 

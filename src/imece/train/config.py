@@ -32,6 +32,7 @@ Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
+Wire = Literal["none", "bf16", "int8"]
 Quantize = Literal["none", "nf4"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -340,6 +341,9 @@ class ComputeSection:
     #: gradients and optimizer state, up to 16 bytes a parameter; parameters: also each rank's part of those
     #: (zero3, hybrid). Slower, but more fits.
     offload: Annotated[Offload, also("--offload")] = "none"
+    wire: Wire = "none"
+    """What gradients are sent as, between hosts or GPUs that a slow network joins: none: as they are; bf16:
+    two bytes a number; int8: one. They are summed in fp32."""
     bad_steps: int = 5
     """The run ends after this many steps in a row without a finite gradient."""
 
@@ -448,6 +452,11 @@ class TrainConfig:
     def offload(self) -> Literal["optimizer", "parameters"] | None:
         """What lies in the host's memory."""
         return None if self.compute.offload == "none" else self.compute.offload
+
+    @property
+    def wire(self) -> Literal["bf16", "int8"] | None:
+        """What gradients are sent as, if not as they are."""
+        return None if self.compute.wire == "none" else self.compute.wire
 
     @property
     def folder(self) -> Path:

@@ -139,7 +139,7 @@ def _parallelize(
     over: Over = "ranks" if config.mesh.pipeline > 1 else "tokens"
     try:
         wrapped, _ = parallelize(
-            model, optimizers, strategy, mesh, average=over, offload=offload, init=zero,
+            model, optimizers, strategy, mesh, average=over, wire=config.wire, offload=offload, init=zero,
             units=train_units(config, model.config) if isinstance(model, Transformer) else None,
         )  # fmt: skip
     except ValueError as error:  # a strategy that these hosts cannot have

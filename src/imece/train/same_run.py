@@ -35,6 +35,7 @@ MAY_CHANGE = frozenset(
         "compute.compile",
         "compute.recompute",
         "compute.offload",
+        "compute.wire",
         "compute.bad_steps",
         "validate.every",
         "validate.tokens",

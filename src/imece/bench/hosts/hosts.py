@@ -1,7 +1,8 @@
 """`imece bench hosts`: two emulated hosts and a slow cable, where the schedule decides.
 
 Between two hosts an all-reduce of M bytes must move at least M bytes each way. With 2 ranks per host, the
-ring (Gloo's and imece's) moves 1.5 M; the hierarchical schedule moves M, in bf16 half of that.
+ring (Gloo's and imece's) moves 1.5 M; the hierarchical schedule moves M, in bf16 half of that, and
+in int8 a quarter.
 """
 
 from __future__ import annotations

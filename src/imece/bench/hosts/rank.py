@@ -16,7 +16,7 @@ from imece.bench.hosts import step as hosts_step
 from imece.collectives import checks, ops
 from imece.collectives.fingerprint import Announced
 
-WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16")
+WAYS = ("gloo", "ring", "hierarchical fp32", "hierarchical bf16", "hierarchical int8")
 _PATTERN = 251
 
 
@@ -40,8 +40,9 @@ class Rank:
         for way in WAYS:
             self._tensor.copy_(pattern).add_(self._mesh.rank)
             self._all_reduce(way)()
-            allowed = 0.02 if way.endswith("bf16") else 0.0  # bf16 has 8 bits of precision
-            right[way] = torch.allclose(self._tensor, expected, rtol=allowed, atol=0.0)
+            of_itself = 0.02 if way.endswith("bf16") else 0.0  # both have 8 bits of precision
+            of_largest = 0.02 * float(expected.max()) if way.endswith("int8") else 0.0
+            right[way] = torch.allclose(self._tensor, expected, rtol=of_itself, atol=of_largest)
         self._tensor.zero_()
         return {"right": right}
 
@@ -104,6 +105,7 @@ class Rank:
             "ring": lambda: ops.all_reduce(tensor, schedule="ring"),
             "hierarchical fp32": lambda: ops.all_reduce(tensor, schedule="hierarchical"),
             "hierarchical bf16": lambda: ops.all_reduce(tensor, schedule="hierarchical", wire="bf16"),
+            "hierarchical int8": lambda: ops.all_reduce(tensor, schedule="hierarchical", wire="int8"),
         }[way]
 
     def _timed(self, call: Callable[[], Any]) -> dict[str, Any]:

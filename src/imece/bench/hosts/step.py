@@ -24,6 +24,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch-gloo": DistributedDataParallel,
     "imece": imece.DistributedDataParallel,
     "imece bf16": lambda model: imece.DistributedDataParallel(model, wire="bf16"),
+    "imece int8": lambda model: imece.DistributedDataParallel(model, wire="int8"),
 }
 STRATEGIES = ("zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 _CLOSE = 0.2
