@@ -35,6 +35,8 @@ def test_worst_rows_are_named_with_both_figures() -> None:
     assert "3 rows   MAPE  20.0%   median  10.0%" in shown[1]
     assert shown[-1].split() == ["-50%", "row", "1:", "10", "s,", "not", "5"]
     assert "skill over the constant" in shown[-2]
+    named = planner.lines(table_of("some", (10, 11), (10, 5), (10, 10.4)), worst=3)[-2:]
+    assert named == [shown[-1], "       +10%  row 0: 10 s, not 11"], "what is nearly right is not named"
 
 
 def test_rows_that_were_fitted_are_told_apart() -> None:

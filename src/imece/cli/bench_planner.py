@@ -20,8 +20,8 @@ class PlannerOptions:
     """Which tables: a list. By default all of them, with the fits and the time of a search."""
     rows: Path | None = None
     """Judge the rows of this CSV file, which has the columns of the one table that --tables names."""
-    worst: int = 5
-    """Name this many rows of each table, the worst first."""
+    worst: int = 3
+    """Name so many rows of each table, the worst first, of those that are off by 5 % or more."""
     page: Path | None = None
     """Write a page in Markdown to this file."""
     plot: Path | None = None
