@@ -155,7 +155,10 @@ def test_an_optimizer_that_imece_train_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: dict[str, Any], why: str
 ) -> None:
     """Its file would train by another, and by another rate."""
-    file, into = write(tmp_path / "a.json", {"train_batch_size": 8, "optimizer": optimizer}), tmp_path / "b"
+    file, into = (
+        write(tmp_path / "a.json", {"train_batch_size": 8, "optimizer": optimizer}),
+        tmp_path / "b.toml",
+    )
     assert convert.run([str(file)]) == 0
     said = capsys.readouterr().out
     assert said.endswith(f"\n\nno file for imece train: {why}\n")
@@ -234,11 +237,14 @@ def test_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         convert.run([str(file)])
 
 
-def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
+def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, into = write(tmp_path / "a.json", {"train_batch_size": 8}), write(tmp_path / "run.toml", "mine")
     with pytest.raises(UserError, match="it is there already, and stays as it is"):
         convert.run([str(file), "--to", str(into)])
     assert into.read_text() == "mine"
+    with pytest.raises(UserError, match=r"run.json: imece train reads a .toml file"):
+        convert.run([str(file), "--to", str(tmp_path / "run.json")])
+    assert capsys.readouterr().out == "", "what is refused is refused at once"
 
 
 def test_a_full_disk_leaves_no_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,13 @@ def test_help_on_the_narrowest_of_screens(
         (["--oven-count", "x"], "--oven-count: not a whole number: 'x' (see imece bake --help)"),
         (["--oven-count", "0"], "--oven-count 0: at least one is needed"),
         (["a", "b"], "not expected here: b (see imece bake --help)"),
+        (["a", "--salt", "yes"], "--salt takes no value: leave yes out"),
+        (["a", "--salt", "False"], "--salt takes no value: say --no-salt instead"),
+        (
+            ["a", "--json", "my", "big file"],
+            "not expected here: big file; a value of several words stands in quotes: --json '...'",
+        ),
+        (["--shape", "Rond"], "--shape 'Rond': one of round, long; did you mean round?"),
         (["--no-sald"], "there is no option --no-sald; did you mean --salt?"),
         (["--zzz"], "there is no option --zzz (see imece bake --help)"),
         (["--jam", "1"], "there is no option --jam (see imece bake --help)"),

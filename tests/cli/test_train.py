@@ -334,6 +334,7 @@ def test_ranks_by_default(tmp_path: Path, launched: list[Launch], monkeypatch: p
             r"the train part holds [\d,]+ tokens, but a step reads 2,000 sequences x 16 ",
         ),
         (["--data={tmp}/none.txt"], r"none\.txt: no such file or folder: check the path"),
+        (["--data=s3://bucket/a"], r"s3://bucket/a: text is not downloaded: save it as a file and name that"),
         (["--data={tmp}/*.none"], r"\*\.none: no file matches this pattern"),
         (["--data={tmp}/empty.txt"], r"empty\.txt: the file is empty: name one that holds text"),
         (["--data={tmp}/binary.txt"], r"binary\.txt: a NUL at byte 3, so not text"),

@@ -185,10 +185,12 @@ def test_what_a_file_leaves_out_is_as_ever(file: Path) -> None:
     [
         ("setps = 5", "there is no setps; did you mean steps?"),
         ("[nope]\na = 1", "there is no nope; there are run, "),
-        ("[optimizer]\nlearning_rate = 1", "there is no optimizer.learning_rate; there are "),
+        ("[optimizer]\ngamma = 1", "there is no optimizer.gamma; there are "),
         ("[checkpoint]\nevry = 1", "there is no checkpoint.evry; did you mean checkpoint.every?"),
         ("[optimiser]\nlr = 1", "there is no optimiser; did you mean optimizer?"),
         ("lr = 1", "there is no lr; did you mean optimizer.lr?"),
+        ("[optimizer]\nlearning_rate = 1", "there is no optimizer.learning_rate; did you mean optimizer.lr?"),
+        ("output_dir = 'a'", "there is no output_dir; did you mean run?"),
         ("[model]\nsteps = 1", "there is no model.steps; did you mean steps?"),
         ("every = 1", "there is no every; did you mean validate.every or checkpoint.every?"),
         ('run = "a\\u0000b"', "run is 'a\\x00b': take the NUL out"),

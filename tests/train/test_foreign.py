@@ -144,7 +144,11 @@ def test_goes_on_and_is_exported_for_transformers(tmp_path: Path, capsys: pytest
         ("gpt2", ["--mesh.pipeline=2"], "--mesh.pipeline 2: .* --strategy zero3 divides its parameters"),
         ("gpt2", ["--compute.compile", "--lora.rank=2", "--lora.quantize=nf4"], "nf4: .*: leave one out"),
         ("gpt2", ["--model.max-seq=33"], r"--model.max-seq 33: the model of .* has 32 positions: at most 32"),
-        ("opt", ["--data.separate=True"], "its documents are not known to stay apart: --data.separate False"),
+        (
+            "opt",
+            ["--data.separate=True"],
+            "its documents are not known to stay apart: say --data.separate False",
+        ),
     ],
 )
 def test_what_only_a_model_of_ours_can(tmp_path: Path, kind: str, more: list[str], said: str) -> None:

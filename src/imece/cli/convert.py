@@ -47,6 +47,10 @@ class ConvertOptions:
 def run(argv: Sequence[str]) -> int:
     """`imece convert ARGV`: exit status 0."""
     options = parse(ConvertOptions, argv, PROG, DESCRIPTION)
+    if options.to is not None and options.to.suffix != ".toml":
+        raise UserError(f"--to {options.to}: imece train reads a .toml file: name one")
+    if options.to is not None and os.path.lexists(options.to):
+        raise UserError(f"--to {options.to}: it is there already, and stays as it is: name another")
     settings = read_settings(options.file, options.ranks)
     shown = list(lines(settings))  # first, for it raises UserError
     if options.to is None:
@@ -54,8 +58,6 @@ def run(argv: Sequence[str]) -> int:
     else:
         written = train_toml(settings)
         print(*shown, sep="\n")
-        if os.path.lexists(options.to):
-            raise UserError(f"--to {options.to}: it is there already, and stays as it is")
         with asked_for(options.to):
             write_whole(options.to, written.encode())
         print(f"\nwritten  {options.to}: {training(settings, options.to)}")

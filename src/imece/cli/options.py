@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, TextIO, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -188,27 +189,34 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in joined)
 
 
-def option_names(config_class: type[object], prefix: str = "--") -> list[str]:
+def option_names(config_class: type[object]) -> list[str]:
     """The long options of a dataclass, as typed: "--out-dir"; "--model.max-seq" for a nested one."""
+    return [*_options(config_class)]
+
+
+def _options(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
+    """The same with the type of each."""
     if not dataclasses.is_dataclass(config_class):
         raise TypeError(f"{config_class.__name__} is not a dataclass")
-    names = []
+    options: dict[str, Any] = {}
     hints = get_type_hints(config_class, include_extras=True)
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name.replace("_", "-"), hints[field.name]
         own, *extras = get_args(kind) if get_origin(kind) is Annotated else (kind,)
         if dataclasses.is_dataclass(own):
-            names += option_names(cast(type[object], own), f"{name}.")
+            options |= _options(cast(type[object], own), f"{name}.")
         else:
-            names.append(name)
-        names += [alias for extra in extras for alias in getattr(extra, "aliases", None) or ()]
-    return names
+            options[name] = own
+        aliases = (alias for extra in extras for alias in getattr(extra, "aliases", None) or ())
+        options |= dict.fromkeys(aliases, own)
+    return options
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """The one of `names` that `word` probably meant, or None."""
-    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return found[0] if found else None
+    known = {name.lower(): name for name in names}
+    found = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return known[found[0]] if found else None
 
 
 def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
@@ -300,5 +308,22 @@ def _with_hint(
             if meant is not None:
                 return f"{message}; did you mean {meant}?"
     if message.startswith(_UNKNOWN):
-        message = f"not expected here: {message.removeprefix(_UNKNOWN)}"
+        words = message.removeprefix(_UNKNOWN)
+        if told := _beside(words, argv, _options(config_class)):
+            return told
+        message = f"not expected here: {words}"
     return f"{message} (see {prog} --help)"
+
+
+def _beside(words: str, argv: Sequence[str], options: Mapping[str, Any]) -> str | None:
+    """What to do about `words` behind an option that takes no value, or one word of text."""
+    at = next((i for i, word in enumerate(argv) if word and words.startswith(word)), 0)
+    flag, text = argv[at - 1] if at else "", argv[at - 2] if at > 1 else ""
+    if options.get(flag) is bool:
+        section, dot, name = flag.removeprefix("--").rpartition(".")
+        is_off = argv[at].lower() in ("false", "no", "off", "0")
+        instead = f"say --{section}{dot}no-{name} instead" if is_off else f"leave {argv[at]} out"
+        return f"{flag} takes no value: {instead}"
+    if text in options and {str, Path} & {options[text], *get_args(options[text])}:
+        return f"not expected here: {words}; a value of several words stands in quotes: {text} '...'"
+    return None

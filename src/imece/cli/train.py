@@ -28,6 +28,7 @@ from imece.train.config import TrainConfig, defaults
 from imece.train.config_file import read_toml, to_toml
 from imece.train.drift import DriftError
 from imece.train.loop import NotFiniteError
+from imece.train.other_names import OURS
 from imece.train.run_folder import RunFolder
 from imece.train.run_lock import HELD, RunLock
 from imece.train.start import Progress as Report
@@ -45,36 +46,9 @@ _PRINT = "--print-config"
 _GRACE_S = 120.0  # for the end of a step and a save; a second Ctrl-C does not wait
 # Options that say where a run lies, what it begins from and what it reads.
 _NAMING = ("--run", "--from", "--model.weights", "--data", "--data.paths", "--data.validation")
-# What other trainers call our options.
-_ELSEWHERE = {
-    f"--{theirs}": ours
-    for ours, names in {
-        f"{PROG} FILE.toml": "config config-file",
-        "--run": "output-dir out-dir resume resume-from-checkpoint",
-        "--steps": "max-steps",
-        "--epochs": "num-train-epochs num-epochs max-epochs",
-        "--strategy": "deepspeed fsdp",
-        "--from": "model-name-or-path pretrained-model-name-or-path checkpoint-dir",
-        "--model.max-seq": "seq-len seq-length block-size max-length max-seq-length max-seq-len",
-        "--data.weights": "data-weights mixture-weights dataset-weights interleave-probs",
-        "--data.validation": "validation-file validation-files val-data eval-data",
-        "--data.held-out": "val-split validation-split-percentage",
-        "--batch.sequences": "batch-size train-batch-size global-batch-size",
-        "--batch.micro": "micro-batch-size per-device-train-batch-size gradient-accumulation-steps",
-        "--optimizer.lr": "learning-rate",
-        "--optimizer.schedule": "lr-scheduler lr-scheduler-type",
-        "--optimizer.warmup": "warmup-steps warmup-ratio",
-        "--optimizer.clip": "max-grad-norm gradient-clip-val gradient-clipping",
-        "--lora.quantize": "quantize load-in-4bit",
-        "--compute.dtype": "bf16 fp16 precision mixed-precision",
-        "--compute.recompute": "gradient-checkpointing activation-checkpointing",
-        "--validate.every": "eval-steps eval-interval val-check-interval",
-        "--validate.patience": "patience early-stopping-patience",
-        "--checkpoint.every": "save-steps save-interval",
-        "--checkpoint.keep": "save-total-limit save-top-k",
-    }.items()
-    for theirs in names.split()
-}
+_ELSEWHERE = {f"--{theirs}": f"--{ours}" for theirs, ours in OURS.items()} | dict.fromkeys(
+    ("--config", "--config-file"), f"{PROG} FILE.toml"
+)
 _LONG_BYTES = 1_000_000  # of text: less is tokenized before anybody wonders
 
 

@@ -6,6 +6,7 @@ import errno
 import functools
 import glob
 import os
+import re
 import reprlib
 import stat
 import sysconfig
@@ -67,6 +68,8 @@ def sources(
 
 def absolute_name(given: str) -> str:
     """The same name made absolute, so that `sources` finds the same from any folder."""
+    if _is_address(given):
+        return given
     called = given.startswith("hf:")
     name, colon, split = given.removeprefix("hf:").partition(":") if called else (given, "", "")
     name = os.path.expanduser(name)
@@ -75,6 +78,10 @@ def absolute_name(given: str) -> str:
     if glob.has_magic(name) and not os.path.lexists(name):  # a pattern; the current folder's name is not
         return os.path.abspath(os.path.join(glob.escape(os.getcwd()), name))
     return os.path.abspath(name)
+
+
+def _is_address(given: str) -> bool:
+    return re.match("[A-Za-z][A-Za-z0-9+.-]*://", given) is not None
 
 
 def _standard_library() -> list[Path]:
@@ -147,6 +154,11 @@ def _behind(given: str, reading: Reading, run_folders: set[str]) -> Iterator[Pat
         if not files:
             raise GoneError(f"{given}: no file matches this pattern: check the folder and the pattern")
         yield from files
+    elif _is_address(given):
+        raise UserError(
+            f"{given}: text is not downloaded: save it as a file and name that (hf:NAME is a dataset of the "
+            "Hugging Face Hub)"
+        )
     else:
         what = "a link that leads to nothing" if os.path.islink(path) else "no such file or folder"
         raise GoneError(f"{path}: {what}: check the path")

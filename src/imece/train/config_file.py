@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from imece.errors import UserError
 from imece.train.config import MOST, TrainConfig, defaults, flat
+from imece.train.other_names import OURS
 
 Section = TypeVar("Section")
 
@@ -63,6 +64,8 @@ def _section(start: Section, content: Mapping[str, Any], prefix: str) -> Section
     for key, value in content.items():
         if key not in hints:
             meant = [name for name in flat(TrainConfig()) if name.rpartition(".")[2] == key]
+            if ours := OURS.get(key.replace("_", "-")):
+                meant = [ours.replace("-", "_")]
             meant = meant or [prefix + near for near in difflib.get_close_matches(key, hints, n=1)]
             hint = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(hints)}"
             raise ValueError(f"there is no {prefix}{key}; {hint}")

@@ -131,8 +131,10 @@ def _check_foreign(config: TrainConfig, shape: ForeignConfig) -> None:
             "amid blocks: leave that out, or write false for output_router_logits"
         )
     if config.data.separates and not shape.keeps_apart:
+        usual = "" if config.data.format == "text" else ", as is usual for records"
         raise UserError(
-            f"--data.separate: {model}, and its documents are not known to stay apart: --data.separate False"
+            f"--data.separate True{usual}: {model}, and its documents are not known to stay apart: say "
+            "--data.separate False, and attention crosses from one to the next"
         )
 
 
