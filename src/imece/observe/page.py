@@ -72,7 +72,7 @@ polygon { fill: currentColor; }
 table { border-collapse: collapse; font-size: .92rem; } .wide { width: 100%; }
 th { text-align: left; font-weight: 600; vertical-align: top; white-space: nowrap; }
 td, th { padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; vertical-align: top; }
+td { overflow-wrap: break-word; vertical-align: top; }
 tr:last-child > * { border-bottom: 0; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 table i { display: inline-block; width: .75em; height: .75em; border-radius: 2px; background: currentColor;
@@ -84,7 +84,7 @@ pre { margin: .75rem 0; padding: .8rem 1rem; background: var(--code); border: 1p
 summary { cursor: pointer; font-size: 1.1rem; font-weight: 650; margin: 2.2rem 0 .6rem; }
 @media (max-width: 32rem) { body { padding: 1rem .7rem 2rem; } figure, .card { padding: .8rem .7rem; }
   .plot { margin-left: 2.5rem; } .plot.tall { height: 15rem; } .tiles { grid-template-columns: 1fr 1fr; }
-  .tiles b { font-size: 1.25rem; } td, th { padding-right: .7rem; } }
+  .tiles b { font-size: 1.25rem; } td, th { padding-right: .45rem; } }
 """
 
 

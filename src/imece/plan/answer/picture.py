@@ -158,7 +158,7 @@ def draw_all(axes: Axes, answer: Answer) -> None:
     axes.set_ylim(0, _ABOVE * max(_rate(each) for each in shown))  # room for the star
     axes.grid(alpha=0.3)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
     axes.set_title(f"All {len(answer.ranked):,} ways that fit, of {answer.considered:,}", fontsize=10)
 
 
