@@ -185,3 +185,13 @@ def test_where_tokens_are(folder: RunFolder) -> None:
     assert folder.tokens(TrainConfig()) == folder.path / "tokens"
     shared = dataclasses.replace(TrainConfig().data, folder="shared")
     assert folder.tokens(dataclasses.replace(TrainConfig(), data=shared)) == Path("shared")
+
+
+def test_a_run_of_another_version_is_called_so(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.config_file.write_text("speed = 3\n")
+    for written, also in (("{}", False), ("[]", False), ("{", False), ('{"imece": "99.0"}', True)):
+        (tmp_path / "environment.json").write_text(written)
+        with pytest.raises(UserError, match="there is no speed") as raised:
+            run.config()
+        assert ("imece 99.0 has written this run" in str(raised.value)) == also

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from imece.models.foreign import ForeignConfig
 from imece.models.hugging_face import CONFIG, TOKENIZER_FILES
 from imece.models.language_model import LanguageConfig
 from imece.models.shape import RopeScaling, TransformerConfig
+from imece.observe.environment import version
 from imece.observe.metrics import FILE as FIGURES
 from imece.observe.metrics import read_metrics
 from imece.train.config import TrainConfig
@@ -91,10 +93,22 @@ class RunFolder:
             raise UserError(
                 f"{self.path}: cannot be read ({error.strerror}): check the path and its permissions"
             ) from error
-        config = read_toml(self.config_file)
+        try:
+            config = read_toml(self.config_file)
+        except UserError as mistake:
+            raise UserError(f"{mistake}{self._of_another_version()}") from mistake
         if config.data.separate is None:  # begun by an older version, in which nothing was
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, separate=False))
         return config
+
+    def _of_another_version(self) -> str:
+        """What a message about this run adds where another version of imece has written it, else ""."""
+        with suppress(OSError, ValueError):
+            written = json.loads((self.path / "environment.json").read_bytes())
+            theirs = written.get("imece") if isinstance(written, dict) else None
+            if theirs not in (None, ours := version("imece")):
+                return f" (imece {theirs} has written this run, and this is {ours}: take that one)"
+        return ""
 
     def begin(self, config: TrainConfig, lock: RunLock | None = None) -> bytes | None:
         """Make the folder, or go on with the run in it. From then on `config` is its config, with absolute
