@@ -176,6 +176,27 @@ def test_a_slow_network_is_named_with_its_rate() -> None:
     assert any("exposed in" in each and "over 4 hosts, 1.2 GB/s a GPU" in each for each in lost), lost
 
 
+def test_fewer_bytes_of_gradients_are_told_where_they_gain() -> None:
+    """As much as when they are asked for. Between hosts of several GPUs in hybrid strategies alone."""
+    slow = find_cluster("A100-80", 1, 4, "ethernet-10g")
+    asked = replace(ask(find_model("1.3b"), batch=32, pipeline=1), cluster=slow, seq=2048)
+    found = settled(search(asked))
+    (said,) = [each for each in gains(found) if each.startswith("--wire")]
+    matched = re.fullmatch(r"--wire int8: (\d+) % faster, for (.*)", said)
+    assert matched, said
+    with_it = settled(search(replace(asked, wire="int8"))).best
+    assert title(with_it.setup) == matched[2]
+    assert "int8 on the wire" in dict(meanings(with_it.setup, slow))
+    assert round(100 * (1 - with_it.seconds / found.best.seconds)) == int(matched[1])
+    assert not any("--wire" in each for each in gains(settled(search(ask(find_model("1.3b"), gpus=1)))))
+    several = replace(ask(hosts=4, batch=256, tensor=1, pipeline=1, micro_batch=1, wire="int8"))
+    sent = {(each.parallel.strategy, each.recipe.wire) for line in setups(several) for each in line}
+    assert sent == {
+        (name, "int8" if name.startswith("hybrid") else None)
+        for name in ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
+    }
+
+
 def test_parts_add_up_to_the_step(answer: Answer) -> None:
     for each in answer.ranked[::40]:
         assert each.time is not None

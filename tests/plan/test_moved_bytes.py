@@ -12,9 +12,10 @@ import imece
 from imece.bench.reference_model import REFERENCE, batch, new_decoder, optimizer_of
 from imece.collectives.recording import attach
 from imece.collectives.schedules import Schedule, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from imece.collectives.wire_formats import FORMATS
 from imece.plan.hardware import find_cluster
 from imece.plan.models.from_code import of_module
-from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
+from imece.plan.setup import WIRE_BYTES, Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.communication import Op, sent_bytes
 from imece.plan.speed.manner import IMECE, Manner
 from imece.plan.speed.stage import StageTime, stage_time
@@ -55,6 +56,10 @@ def moved_bytes(setup: Setup, manner: Manner, stage: StageTime) -> dict[Op, floa
     if strategy != "zero3":
         moved["all_reduce"] = reduced / setup.parallel.shard
     return moved
+
+
+def test_a_wire_is_as_wide_as_what_is_packed() -> None:
+    assert {name: wire.pack(torch.zeros(1024)).nbytes / 1024 for name, wire in FORMATS.items()} == WIRE_BYTES
 
 
 def recorded_bytes() -> list[dict[str, int]]:

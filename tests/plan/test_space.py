@@ -164,6 +164,8 @@ def test_what_is_asked_for_is_kept(name: str) -> None:
         ({"pipeline": 6}, "context 1 = 6 does not divide 8 GPUs; the nearest numbers of GPUs are 6 and 12"),
         ({"pipeline": 1, "interleave": 2}, "--interleave 2 is for a pipeline"),
         ({"context": 4, "seq": 2050}, "--seq 2050 cannot be divided by 2 x --context 4"),
+        ({"gpus": 1, "wire": "int8"}, "--wire int8 is for gradients between GPUs equally far from each"),
+        ({"hosts": 2, "wire": "bf16", "strategy": "zero1", **ALONE}, "between hosts, and here are none"),
         ({"batch": 0}, "--global-batch is 0: at least 1"),
         ({"seq": -1}, "--seq is -1: at least 1"),
         ({"reserve": 1.0}, "--reserve is 1.0"),

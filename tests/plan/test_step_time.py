@@ -16,7 +16,17 @@ from imece.plan.memory.held import adapter_parameters, held
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
-from imece.plan.setup import Attention, Parallel, Precision, Recipe, Recomputation, Setup, Strategy
+from imece.plan.setup import (
+    FP32,
+    Attention,
+    Parallel,
+    Precision,
+    Recipe,
+    Recomputation,
+    Setup,
+    Strategy,
+    Wire,
+)
 from imece.plan.speed.communication import Group, Op, along, collective_s, send_s, sent_bytes
 from imece.plan.speed.compute import flops_a_token, layer_time, product_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
@@ -126,6 +136,28 @@ def test_slow_network_between_hosts_prefers_hybrid() -> None:
 
 
 _SHARDS: dict[Strategy, int] = {"zero3": 32, "hybrid": 8}
+
+
+def test_fewer_bytes_of_gradients_are_sent() -> None:
+    """A quarter of fp32's takes a quarter of the time; in hybrid strategies between hosts alone."""
+    one_each, cluster = find_cluster("A100-80", 1, 8), find_cluster("A100-80", 8, 8)
+    model = find_model("1.3b")
+
+    def exposed(strategy: Strategy, wire: Wire | None, on: Cluster) -> float:
+        shard = {"replicate": 1, "zero1": on.gpus}.get(strategy, on.gpus_per_host)
+        recipe = Recipe(2048, precision=FP32, wire=wire)
+        setup = Setup(model, Parallel(strategy, on.gpus, shard), recipe)
+        manner = replace(IMECE, overlap_gradients=False)
+        return step_time(setup, on, manner).exposed["gradients"]
+
+    for strategy in ("replicate", "zero1"):
+        assert exposed(strategy, "int8", one_each) == pytest.approx(
+            exposed(strategy, None, one_each) / 4, rel=0.1
+        )
+    saved = exposed("hybrid_zero2", None, cluster) - exposed("hybrid_zero2", "int8", cluster)
+    between = along(cluster, 8, 8)
+    whole = collective_s(cluster, "all_reduce", 4 * model.parameters / 8, between)
+    assert saved == pytest.approx(0.75 * whole, rel=0.1)
 
 
 def test_one_rank_talks_to_nobody() -> None:

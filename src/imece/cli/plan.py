@@ -110,7 +110,7 @@ def question_of(options: PlanOptions) -> Question:
         model, cluster, sequences, seq, options.strategy_of_ours, options.tensor,
         options.pipeline, options.interleave, options.context, options.micro_batch, options.recompute,
         options.optimizer, options.adapters, options.adapter_rank, options.offload, options.attention,
-        options.compile, _precision(options, cluster.gpu), options.reserve,
+        options.compile, _precision(options, cluster.gpu), options.reserve, options.wire,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from imece.footprint import Offload
 from imece.plan.answer.space import RESERVE, STRATEGIES
 from imece.plan.answer.words import ALSO
 from imece.plan.hardware import Gpu
-from imece.plan.setup import FP32, Adapters, Optimizer, Precision, Recomputation, Strategy
+from imece.plan.setup import FP32, Adapters, Optimizer, Precision, Recomputation, Strategy, Wire
 
 StrategyName = Literal[
     "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
@@ -88,6 +88,9 @@ class PlanOptions:
     #: layers' products in FP8 (torchao, with --compile). Default: bf16, fp16 on GPUs without bf16, fp32 on
     #: CPUs.
     precision: PrecisionName | None = None
+    #: What gradients are sent as: two bytes a number, or one. In hybrid strategies between hosts. Default: as
+    #: they are.
+    wire: Wire | None = None
     attention: Literal["flash", "plain"] = "flash"
     """plain keeps all scores for backward."""
     compile: bool = False

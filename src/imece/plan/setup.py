@@ -17,6 +17,8 @@ Attention = Literal["flash", "plain"]  # plain keeps the T x T scores for backwa
 Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
 Adapters = Literal["none", "lora", "qlora"]
 Schedule = Literal["1f1b", "gpipe"]
+Wire = Literal["bf16", "int8"]
+WIRE_BYTES: dict[Wire, float] = {"bf16": 2, "int8": 1 + 4 / 128}  # a number, with its part of a block's step
 Stages = Literal[
     "dealt", "even", "by cost"
 ]  # of a pipeline: as imece deals layers, as Megatron-LM, as nanotron
@@ -36,6 +38,10 @@ class Parallel:
     interleave: int = 1  # model chunks per pipeline rank
     schedule: Schedule = "1f1b"
     expert: int = 1  # of data x context, ranks over which a layer's experts are distributed
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in ("hybrid", "hybrid_zero2")
 
     @property
     def ranks(self) -> int:
@@ -77,6 +83,9 @@ class Recipe:
     adapters: Adapters = "none"
     adapter_rank: float = 16  # the average, if only some matrices have adapters
     offload: Offload | None = None  # in the host's memory: what the optimizer steps, or parameters too
+    wire: Wire | None = (
+        None  # what gradients are sent as, in hybrid strategies between hosts; None: as they are
+    )
     precision: Precision = field(default_factory=Precision)
     compiled: bool = False  # torch.compile or hand-fused kernels: fewer passes over activations
     bucket_bytes: int = 25 * 2**20

@@ -89,6 +89,8 @@ class Call:
             arguments.append(f"precision=imece.MixedPrecision(param={dtype}, reduce={dtype})")
         if recipe.offload:
             arguments.append(f'offload="{recipe.offload}"')
+        if recipe.wire:
+            arguments.append(f'wire="{recipe.wire}"')
         if self._has_buckets() and usual_buckets(setup, self.question.cluster) != {recipe.bucket_bytes}:
             arguments.append(f"bucket_cap_mb={recipe.bucket_bytes / 2**20:g}")
         result, model = ("stage", "pipeline.part") if parallel.pipeline > 1 else ("model", "model")

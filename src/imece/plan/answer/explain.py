@@ -20,7 +20,7 @@ from imece.plan.answer.search import (
 from imece.plan.answer.space import STRATEGIES, Question, why_no_fp8
 from imece.plan.answer.words import CAUSES, compared, device, gb, seconds, share, strategy_name, title
 from imece.plan.hardware import Cluster
-from imece.plan.setup import FP32, Parallel, Setup
+from imece.plan.setup import FP32, WIRE_BYTES, Parallel, Setup
 from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
 
@@ -99,6 +99,7 @@ def gains(answer: Answer) -> list[str]:
         *_precision(answer),
         *_fp8(answer),
         *_batch(answer),
+        *_wire(answer),
         *_network(answer),
     ]
     return found or ["nothing that was tried makes a step 2 % faster"]
@@ -208,7 +209,7 @@ def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
         ranks = parallel.context
     elif cause == "pipeline":
         ranks, stride = parallel.pipeline, parallel.ranks // parallel.pipeline
-    elif cause == "parameters" and parallel.strategy.startswith("hybrid"):
+    elif cause == "parameters" and parallel.is_hybrid:
         ranks = parallel.shard
     hosts = along(cluster, ranks, stride).hosts
     link = cluster.between if hosts > 1 else cluster.inside
@@ -332,6 +333,19 @@ def _batch(answer: Answer) -> Iterator[str]:
         found = settled(search(replace(question, global_batch=size))).winner
         if found is not None and (gain := found.timed.tokens_per_s / rate - 1) >= _WORTH:
             yield f"a global batch of {size:,}: {_percent(gain)} more tokens a second"
+
+
+def _wire(answer: Answer) -> Iterator[str]:
+    """What fewer bytes of gradients would bring: bf16, unless int8 brings clearly more."""
+    question, best, said, most = answer.question, answer.best, "", 0.0
+    if question.wire is not None or best.timed.exposed.get("gradients", 0.0) < _WORTH * best.seconds:
+        return
+    for wire in WIRE_BYTES:
+        for gain, found in _faster(replace(question, wire=wire), answer):
+            if found.setup.recipe.wire and gain >= most + _WORTH:
+                most, said = gain, f"--wire {wire}: {_percent(gain)} faster, for {title(found.setup)}"
+    if said:
+        yield said
 
 
 def _network(answer: Answer) -> Iterator[str]:

@@ -109,7 +109,7 @@ def framework_on(cluster: Cluster, parallel: Parallel) -> Framework:
         return IMECE
     one_host = cluster.hosts == 1
     in_common = one_host or parallel.tensor * parallel.shard <= cluster.gpus_per_host
-    is_hybrid = parallel.strategy.startswith("hybrid")
+    is_hybrid = parallel.is_hybrid
     over_hosts = _sums_over_hosts(cluster, parallel)
     replicas = is_hybrid and parallel.shard < parallel.data * parallel.context
     under_way = most_under_way(
@@ -132,7 +132,7 @@ def _sums_over_hosts(cluster: Cluster, parallel: Parallel) -> bool:
     """Whether gradients are summed inside hosts of CPU ranks first, and then between them."""
     if not cluster.gpu.is_cpu or cluster.hosts == 1 or parallel.tensor * parallel.pipeline > 1:
         return False
-    return not parallel.strategy.startswith("hybrid") or parallel.shard == cluster.gpus_per_host
+    return not parallel.is_hybrid or parallel.shard == cluster.gpus_per_host
 
 
 def judge(setup: Setup, cluster: Cluster) -> Candidate:

@@ -25,7 +25,9 @@ from imece.plan.setup import (
     Recomputation,
     Setup,
     Strategy,
+    Wire,
 )
+from imece.plan.speed.communication import along
 
 _NUMBERS = (
     "global_batch", "seq", "tensor", "pipeline", "interleave", "context", "micro_batch", "adapter_rank",
@@ -63,6 +65,7 @@ class Question:
     compiled: bool = False
     precision: Precision = field(default_factory=Precision)
     reserve: float = RESERVE  # part of the memory that a plan leaves free
+    wire: Wire | None = None
 
     @property
     def room_bytes(self) -> int:
@@ -110,6 +113,13 @@ def check(question: Question) -> None:
         raise UserError(f"--offload {question.offload} is for {needs}, not for --strategy {strategy}")
     if not _has_ways(question):
         raise UserError(why_none(question))
+    if question.wire is not None and not any(
+        can_round(question.cluster, each) for each in arrangements(question)
+    ):
+        raise UserError(
+            f"--wire {question.wire} is for gradients between {each}s equally far from each other, or, in "
+            "hybrid strategies, between hosts, and here are none: leave it out"
+        )
 
 
 def why_no_fp8(question: Question) -> str | None:
@@ -156,9 +166,18 @@ def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
         question.seq, optimizer=question.optimizer, adapters=question.adapters,
         adapter_rank=question.adapter_rank, offload=question.offload, attention=question.attention,
         compiled=question.compiled, precision=question.precision,
+        wire=question.wire if can_round(question.cluster, parallel) else None,
     )  # fmt: skip
     for kind in [question.recompute] if question.recompute else _recomputations(question):
         yield [replace(base, micro_batch=size, accumulation=share // size, recompute=kind) for size in sizes]
+
+
+def can_round(cluster: Cluster, parallel: Parallel) -> bool:
+    """Whether gradients gain by fewer bytes: in hybrid strategies they do between hosts. In others each rank
+    sends to all, which is more between hosts than in a ring, unless all ranks are in one, or no two are."""
+    ranks = parallel.data * parallel.context
+    group = along(cluster, ranks, parallel.tensor)
+    return parallel.is_hybrid or (ranks > 1 and (group.hosts == 1 or group.ranks_per_host == 1))
 
 
 def setups(question: Question) -> Iterator[list[Setup]]:

@@ -122,6 +122,8 @@ def title(setup: Setup) -> str:
         parts.append({"lora": "LoRA", "qlora": "QLoRA"}[recipe.adapters])
     if recipe.offload:
         parts.append(_HOSTED[recipe.offload])
+    if recipe.wire:
+        parts.append(_sent(setup))
     return ", ".join(parts)
 
 
@@ -185,6 +187,13 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
             "masters, summed gradients and the optimizer's state lie in the host's memory, and its CPUs make "
             f"the update{also}",
         )
+    if recipe.wire:
+        size = "two bytes" if recipe.wire == "bf16" else "one byte"
+        yield _sent(setup), f"gradients travel in {size} a number, and are summed in fp32"
+
+
+def _sent(setup: Setup) -> str:
+    return f"{setup.recipe.wire} {'between hosts' if setup.parallel.is_hybrid else 'on the wire'}"
 
 
 def _times(number: int) -> str:

@@ -10,7 +10,7 @@ from imece.footprint import DIVIDED
 from imece.plan.hardware import Cluster
 from imece.plan.memory.held import adapter_parameters
 from imece.plan.memory.memory import FOUR_BIT
-from imece.plan.setup import Precision, Setup
+from imece.plan.setup import WIRE_BYTES, Recipe, Setup
 from imece.plan.speed.communication import Group, Op, along, busy_s, collective_s
 from imece.plan.speed.compute import stream_s
 from imece.plan.speed.manner import Manner
@@ -91,7 +91,8 @@ def synchronise(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
 def _tied_s(setup: Setup, cluster: Cluster) -> float:
     parallel, recipe = setup.parallel, setup.recipe
     whole = recipe.accumulates_whole or not DIVIDED[parallel.strategy].gradients
-    size = _tied_parameters(setup) * _each_gradient(recipe.precision) / (1 if whole else _parts(setup))
+    plain = replace(recipe, wire=None)
+    size = _tied_parameters(setup) * _each_gradient(plain) / (1 if whole else _parts(setup))
     if not size:
         return 0.0
     in_one = parallel.ranks <= cluster.gpus_per_host
@@ -124,7 +125,7 @@ def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: Sta
         ours = _sharded(setup, cluster, manner, stage, inside if parallel.strategy == "hybrid" else whole)
     if parallel.strategy == "zero3" or across.ranks == 1:
         return ours
-    share = _gradient_bytes(setup, stage) / parallel.shard
+    share = trained_parameters(setup, stage) * _each_gradient(setup.recipe) / parallel.shard
     exposed, hidden = _bucketed(setup, cluster, manner, stage, share, across, "all_reduce")
     return Synchronisation(ours.gradients + exposed, ours.parameters, ours.hidden + hidden)
 
@@ -133,16 +134,20 @@ def _parts(setup: Setup) -> int:
     parallel = setup.parallel
     if parallel.strategy == "replicate":
         return 1
-    hybrid = parallel.strategy in ("hybrid", "hybrid_zero2")
-    return parallel.shard if hybrid else parallel.data * parallel.context
+    return parallel.shard if parallel.is_hybrid else parallel.data * parallel.context
 
 
 def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
-    return trained_parameters(setup, stage) * _each_gradient(setup.recipe.precision)
+    """On their way among the ranks that shard, or all of them."""
+    recipe = replace(setup.recipe, wire=None) if setup.parallel.is_hybrid else setup.recipe
+    return trained_parameters(setup, stage) * _each_gradient(recipe)
 
 
-def _each_gradient(precision: Precision) -> int:
-    """Bytes of a gradient on the wire."""
+def _each_gradient(recipe: Recipe) -> float:
+    """Bytes of a gradient on its way."""
+    if recipe.wire is not None:
+        return WIRE_BYTES[recipe.wire]
+    precision = recipe.precision
     return precision.reduced or precision.main_gradients or precision.gradients
 
 
