@@ -78,7 +78,7 @@ def run_contract() -> dict[str, Any]:
     for group in groups():
         for case in (
             all_reduces, reduces, broadcasts, reduce_scatters, all_gathers, several_at_once, point_to_point,
-            averages_of_complex, moves,
+            averages_of_complex, conjugates, moves,
         ):  # fmt: skip
             if group is not None and isinstance(group, dist.ProcessGroup):
                 count += case(group)
@@ -204,7 +204,8 @@ def finish(result: Any, async_op: bool) -> torch.Tensor:
 
 
 def layouts(case: int, make: torch.Tensor) -> tuple[torch.Tensor, bool, str]:
-    """Contiguous and synchronous, strided and synchronous, and both asynchronous, in turn."""
+    """Contiguous and synchronous, strided and synchronous, both asynchronous, in turn: each rank another."""
+    case += dist.get_rank()
     tensor = strided(make) if case & 1 else make
     return (
         tensor,
@@ -353,11 +354,43 @@ def averages_of_complex(group: dist.ProcessGroup) -> int:
     """They are no integers, to be truncated."""
     mean, world_size = torch.full((8,), 0.5 + 0.25j), group.size()
     for name in (None, "ring"):
-        tensor, part = mean.clone(), torch.zeros_like(mean)
-        ops.all_reduce(tensor, "avg", group=group, schedule=name)
-        ops.reduce_scatter(part, mean.repeat(world_size), "avg", group=group, schedule=name)
+        tensor, waits = mean.clone(), dist.get_rank() % 2 == 0
+        part, whole = torch.zeros_like(mean), mean.repeat(world_size)
+        finish(ops.all_reduce(tensor, "avg", group=group, schedule=name, async_op=waits), waits)
+        call = ops.reduce_scatter(part, whole, "avg", group=group, schedule=name, async_op=waits)
+        finish(call, waits)
         same(torch.stack((tensor, part)), torch.stack((mean, mean)), "", f"complex avg schedule={name!r}")
     return 4
+
+
+def conjugates(group: dist.ProcessGroup) -> int:
+    """Values that differ from the bytes in memory, on one rank alone."""
+    count, last, plain = 0, group.size() - 1, torch.complex(torch.arange(6.0), -torch.arange(6.0) - 1)
+
+    def lazy() -> torch.Tensor:
+        return plain.conj_physical().conj() if group.rank() == last else plain.clone()
+
+    for name, async_op in (("ring", False), (None, False), (None, True)):
+        given: dict[str, Any] = {"group": group, "schedule": name, "async_op": async_op}
+        gathered, part = plain.new_zeros(group.size(), 6), plain.new_zeros(6)
+        total, sent, rooted = lazy(), lazy(), lazy()
+        finish(ops.all_gather(gathered, lazy(), **given), async_op)
+        finish(ops.all_reduce(total, **given), async_op)
+        whole = torch.cat([plain.conj_physical()] * group.size()).conj()
+        finish(ops.reduce_scatter(part, whole, **given), async_op)
+        finish(ops.broadcast(sent, last, **given | {"schedule": name and "tree"}), async_op)
+        finish(ops.reduce(rooted, last, **given | {"schedule": name and "tree"}), async_op)
+        expected = {
+            "gathered": (gathered, plain.expand(group.size(), 6)),
+            "summed": (total, plain * group.size()),
+            "scattered": (part, plain * group.size()),
+            "sent": (sent, plain),
+            "rooted": (rooted, plain * (group.size() if group.rank() == last else 1)),
+        }
+        for what, (got, wanted) in expected.items():
+            same(got.resolve_conj(), wanted.clone(), "", f"{what} conjugate {given}")
+            count += 1
+    return count
 
 
 def moves(group: dist.ProcessGroup) -> int:
@@ -369,8 +402,8 @@ def moves(group: dist.ProcessGroup) -> int:
         for async_op in (False, True):
             output = torch.zeros((world_size, 5), dtype=torch.float32).to(dtype)
             finish(ops.all_gather(output, mine, group=group, async_op=async_op), async_op)
-            moved = mine.clone()
-            finish(ops.broadcast(moved, world_size - 1, group=group, async_op=async_op), async_op)
+            moved, waits = mine.clone(), async_op and rank % 2 == 0  # ranks may call in different ways
+            finish(ops.broadcast(moved, world_size - 1, group=group, async_op=waits), waits)
             got = torch.cat([output, moved.view(1, 5)]).to(torch.complex64).real
             same(got, torch.cat([everybody, everybody[-1:]]), "", f"{dtype} gathered and broadcast")
             count += 2

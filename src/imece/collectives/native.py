@@ -31,8 +31,9 @@ def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitabl
 
 def broadcast(flat: torch.Tensor, src: int, group: dist.ProcessGroup) -> Waitable:
     """In place, from rank `src` of the group."""
-    sent = _as_sent(flat, on_device(group, flat))
-    return cast(Waitable, dist.broadcast(sent, group=group, group_src=src, async_op=True))
+    options, group = dist.BroadcastOptions(), on_device(group, flat)
+    options.rootRank, options.asyncOp = src, True
+    return cast(Waitable, group.broadcast([_as_sent(flat, group)], options))
 
 
 def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> Waitable:
@@ -42,7 +43,7 @@ def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> W
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
     """Put slice `rank` of the reduced `flat` into `output`, which may be that slice."""
-    if flat.is_complex() and op in ("sum", "avg"):
+    if flat.is_complex() and op in ("sum", "avg") and not isinstance(group, SharedMemoryGroup):
         # NCCL has no complex dtypes; torch does the same in its other collectives.
         output, flat = torch.view_as_real(output).view(-1), torch.view_as_real(flat).view(-1)
     options = dist.ReduceScatterOptions()

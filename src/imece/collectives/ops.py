@@ -293,7 +293,7 @@ def all_gather(
     schedule = "ring" if schedule == "hierarchical" else schedule
     place = flat_place(output)
     if schedule is None:
-        mine = flattened(input)
+        mine = _in_shape(flattened(input), input, group)
         return call.native(
             lambda: native.all_gather(place, mine, group), output, lambda: copy_back(place, output), async_op
         )
@@ -343,8 +343,9 @@ def broadcast(
     call = Call("broadcast", group, tensor, root=src, label=label, way=way)
     flat = flattened(tensor)
     if schedule is None:
+        sent = _in_shape(flat, tensor, group)
         return call.native(
-            lambda: native.broadcast(flat, src, group), tensor, lambda: copy_back(flat, tensor), async_op
+            lambda: native.broadcast(sent, src, group), tensor, lambda: copy_back(flat, tensor), async_op
         )
 
     def run() -> None:
@@ -444,8 +445,14 @@ def _runs_now(
 def _ready(tensor: Tensor, op: str, group: Group, native: bool = True) -> tuple[Tensor, str, str]:
     """(buffer, the reduction to ask of the backend, the reduction to tell `landed`)."""
     if native and in_shared_memory(group, tensor):
-        return flattened(tensor), op, "sum"
+        return _in_shape(flattened(tensor), tensor, group), op, "sum"
     return *prepared(tensor, op, group.size()), op
+
+
+def _in_shape(flat: Tensor, tensor: Tensor, group: Group) -> Tensor:
+    """`flat`, for "shm" in the tensor's shape: that is compared between ranks, some of which may make the
+    call at once with the tensor itself."""
+    return flat.view(tensor.shape) if in_shared_memory(group, tensor) else flat
 
 
 def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives.schedules import nearest
-from imece.collectives.shared_memory.tensors import check_dense
+from imece.collectives.shared_memory.tensors import check_dense, plain
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
@@ -86,15 +86,17 @@ def _divides(dtype: torch.dtype) -> bool:
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order, 1D with stride 1: the tensor's own memory if it is contiguous, else a copy.
+    """The elements in order, 1D with stride 1: the tensor's own memory if it is contiguous and its values are
+    its bytes (those of `z.conj()` are not), else a copy.
 
     view(-1) would not do: a single element is contiguous with any stride, and such a tensor has no view as
     bytes. ValueError for a sparse tensor.
     """
     check_dense(tensor)
-    if tensor.dim() == 1 and tensor.stride(0) == 1 and not tensor.requires_grad:
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.dim() == 1 and tensor.stride(0) == 1 and not (tensor.requires_grad or lazy):
         return tensor
-    tensor = tensor.detach().contiguous()
+    tensor = plain(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
