@@ -25,8 +25,8 @@ from imece.status import Failure
 from imece.store import client
 
 
-def host(crew: Crew, *command: str) -> Host:
-    order: Any = Order(command, False, 0.0)
+def host(crew: Crew, *command: str, grace_s: float = 30.0) -> Host:
+    order: Any = Order(command, False, 0.0, grace_s)
     return Host(order, crew, lambda *_: os.environ)
 
 
@@ -74,6 +74,26 @@ def test_a_rank_that_failed_is_not_said_to_be_killed_by_our_signal(because_of_pe
     else:
         assert ending.describe() == f"rank 0 (pid {ending.pid}) failed with ValueError: x (exit status 1)"
         assert ending.status == 1
+
+
+def test_a_rank_that_has_failed_and_does_not_end_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    """As Python does not while a thread that is no daemon lives; the other rank has not failed."""
+    with Crew(None) as crew:
+        ours = host(crew, "sleep", "60", grace_s=0.2)
+        ours.start([Start(member, member, member, 2, False, 0) for member in (0, 1)])
+        failure = Failure(time.monotonic(), "ValueError", "x", False)
+        ours.store.set("imece/member/1/failure", json.dumps(asdict(failure)))
+        deadline = time.monotonic() + 20
+        while not crew.ended and time.monotonic() < deadline:
+            crew.wait(min(deadline, ours.next_time()))
+            if not crew.ended:
+                ours.on_time(time.monotonic())
+        assert [*crew.ended] == [1]
+        ending = ours.ended([1], time.monotonic())[1]
+    who = f"rank 1 (pid {ending.pid})"
+    assert ending.describe() == f"{who} failed with ValueError: x (exit status 1)" and ending.status == 1
+    why = f"imece: {who} has failed and not ended within 2 s: it is killed (it may wait for a thread"
+    assert capfd.readouterr().err.startswith(why)
 
 
 def test_members_that_have_ended_leave_nothing_to_be_asked_for() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # torch is imported while a job runs: that may take many seco
 
 _SERVED_S = 0.05  # how often to look whether the store is served
 _STACKS_S = 0.5  # for a silent rank to print where it is
+_TRACEBACK_S = 2.0  # for a rank that has failed to print why, at least
 _NEVER = float("inf")
 _GENERATIONS = 3  # so many follow each other within a moment at most
 
@@ -42,6 +43,7 @@ class Order:
     command: Sequence[str]
     direct: bool
     silent_s: float
+    grace_s: float
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Host:
         self._over_since = _NEVER  # when its ranks were first asked to end
         self._sent: dict[int, set[int]] = {}  # signals sent to members that should end
         self._evicted: set[int] = set()
+        self._failed: set[int] = set()  # living members that have reported a failure
         self._kill_at: dict[int, float] = {}
 
     @property
@@ -273,7 +276,7 @@ class Host:
 
     def next_time(self) -> float:
         """When `on_time` has something to do."""
-        look_at = self._look_at if self._order.silent_s and self.crew.living else _NEVER
+        look_at = self._look_at if self.crew.living else _NEVER
         serve_at = time.monotonic() + _SERVED_S if self._unserved is not None else _NEVER
         return min(look_at, serve_at, *self._kill_at.values(), _NEVER)
 
@@ -285,9 +288,16 @@ class Host:
             del self._kill_at[member]
             if member in self._sent:
                 self._sent[member].add(signal.SIGKILL)
+            elif member in self._failed:
+                who = self.name(member, self.crew.living[member].slot)
+                waits = "it is killed (it may wait for a thread that is no daemon)"
+                self.say(f"imece: {who} has failed and not ended within {self._failed_s:g} s: {waits}")
             self.crew.kill(member)
-        if self._order.silent_s and now >= self._look_at:
-            self._look_at = now + self._silence.interval_s
+        if now < self._look_at:
+            return
+        self._look_at = now + self._silence.interval_s
+        self._look_for_failures(now)
+        if self._order.silent_s:
             beats = self.beats(member for member in self.crew.living if member not in self._sent)
             self._look_for_silence({member: count for member, (count, _) in beats.items()}, now)
 
@@ -309,6 +319,19 @@ class Host:
                 self.crew.show_failure(process.outputs[1])
         if outcome.line:
             self.crew.say(outcome.line)
+
+    @property
+    def _failed_s(self) -> float:
+        return max(self._order.grace_s, _TRACEBACK_S)
+
+    def _look_for_failures(self, now: float) -> None:
+        """Give those a time to end that have reported a failure: Python waits for a thread that is no daemon
+        before it ends, and other ranks would wait for the rank."""
+        for member in self.crew.living:
+            known = member in self._sent or member in self._failed
+            if not known and status.read_failure(self._store, member) is not None:
+                self._failed.add(member)
+                self._kill_at[member] = now + self._failed_s
 
     def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
         busy_s = {member: busy_s_of(self.pid_of(member)) for member in beats}
@@ -348,7 +371,7 @@ class Host:
         code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         failure = status.read_failure(self._store, member)
         by_us = member in self._sent and (failure is None or failure.time_s > self._over_since)
-        signalled = member in self._sent or member in self._evicted
+        signalled = member in self._sent or member in self._evicted or member in self._failed
         if code < 0 and signalled and failure is not None and not (by_us or failure.because_of_peer):
             code = 1  # it had already failed when our signal ended its slow exit
         open_world = status.left_early(self._store, member)
@@ -358,6 +381,7 @@ class Host:
         early = open_world and code == 0
         silent_s = self._order.silent_s if member in self._evicted else None
         self._kill_at.pop(member, None)
+        self._failed.discard(member)
         pid = status.pid_of(self._store, member) or process.pid
         return Ending(
             process.slot, pid, code, now, failure, early, by_us, silent_s, self.number,

@@ -56,7 +56,7 @@ def launch(
     ranks = limits.ranks
     if not 1 <= ranks <= MOST_RANKS_PER_HOST:
         raise UserError(f"--ranks {ranks}: from 1 to {MOST_RANKS_PER_HOST} ranks can run on one host")
-    order = Order(command, direct, silent_s)
+    order = Order(command, direct, silent_s, grace_s)
 
     def environment(start: Start, host: Host) -> Mapping[str, str]:
         inside = worker_environment(

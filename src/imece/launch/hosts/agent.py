@@ -64,7 +64,7 @@ def launch_here(
     token, said = find_token(environ, create=plan.me == 0)
     if said:
         say(said)
-    order = Order(command, False, rank_silent_s)
+    order = Order(command, False, rank_silent_s, plan.grace_s)
     # It serves stores by torch, whose import holds Python's lock for seconds: others would find it silent.
     importlib.import_module("torch.distributed")
     hello = {"hosts": plan.hosts, "ranks": plan.ranks}
