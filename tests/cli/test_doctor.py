@@ -225,6 +225,10 @@ def test_memory_port_and_versions() -> None:
     assert host.port("203.0.113.7").status == "fail"  # an address that no host has
     assert host.software("2.13.0+cpu").status == "ok"
     assert host.software("2.10.1").status == "warn"
+    assert " of " not in host.software("2.13.0").text
+    with pytest.MonkeyPatch.context() as contained:
+        contained.setattr(host, "allowed_bytes", lambda: 700_000_000)
+        assert re.search(r", 0\.7 of \d+ GB; ", host.software("2.13.0").text)
 
 
 def test_a_whole_run(

@@ -62,6 +62,13 @@ SILENT = "stopped, its host hangs, or C code keeps Python's lock"
     ("status", "more", "said"),
     [
         (-9, {}, "was killed by signal 9 (SIGKILL) {}, perhaps out of memory"),
+        (-9, {"out_of_memory": False}, "was killed by signal 9 (SIGKILL) {}"),
+        (
+            -9,
+            {"out_of_memory": True},
+            "was killed by signal 9 (SIGKILL) {}, as memory ran out: give it more "
+            "(docker --memory, SLURM's --mem), or use less",
+        ),
         (-9, {"silent_s": 3.0}, f"was silent for 3 s {{}}{{comma}} and was ended ({SILENT})"),
         (0, {"left_early": True}, "left early {}{comma} with exit status 0 (os._exit?)"),
     ],

@@ -338,7 +338,7 @@ def test_fewer_than_min_ranks_end_the_run(start: Start) -> None:
     with start(text, 2, min_ranks=2) as launcher:
         outcome = launcher.wait()
     assert outcome.status == 137 and last_line(outcome).endswith(
-        "perhaps out of memory; fewer than --min-ranks 2 were left; the other rank was ended"
+        "; fewer than --min-ranks 2 were left; the other rank was ended"
     )
 
 

@@ -13,6 +13,8 @@ import pytest
 from imece.footprint import Footprint
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import LARGE_TABLE, Block, Transformer
+from imece.observe.units import gigabytes
+from imece.plan import here
 from imece.plan.check import read_plan, rows
 from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
@@ -93,6 +95,10 @@ def test_a_machine_is_what_was_kept_of_it(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert known.is_measured and known.cluster.gpu.name == FIGURES["device"] and known.cluster.gpus == 2
     memory = FIGURES["ranks"] * FIGURES["memory_bytes"] // 2
     assert known.cluster.gpu.memory_bytes == memory, "two have what four had"
+    with monkeypatch.context() as contained:
+        contained.setattr(here, "allowed_bytes", lambda: memory)
+        less = prediction.machine_of(ONE_HOST).cluster.gpu.memory_bytes
+        assert less == memory // 2, "of a container that has less than was measured"
     assert not prediction.machine_of(TWO_HOSTS).is_measured, "nothing is known of the wire between hosts"
     for damaged in ("no TOML", '[gpu]\ngpus_per_host = "x"\n', "[gpu]\nlike = 5\n"):
         path.write_text(damaged)
@@ -108,6 +114,22 @@ def test_the_state_is_that_of_the_engine() -> None:
     assert counted["parameters"] == pytest.approx(size, rel=0.01)
     assert counted["gradients"] == pytest.approx(size, rel=0.01)
     assert counted["communication"] == 0
+
+
+def test_a_rank_that_has_too_little_memory_is_warned_of() -> None:
+    """What ranks of a host share lies there once, and is not counted again for each of them."""
+    said = of("zero1", machine())
+    assert not said.lacks
+    needed = said.candidate.needed
+
+    def with_memory(nbytes: int) -> Prediction:
+        cluster = said.machine.cluster
+        gpu = replace(cluster.gpu, memory_bytes=nbytes)
+        return replace(said, machine=replace(said.machine, cluster=replace(cluster, gpu=gpu)), mapped=9**9)
+
+    assert not with_memory(needed).lacks
+    line = with_memory(needed // 2).lacks
+    assert f"need {gigabytes(needed)} and has {gigabytes(needed // 2)}: fewer --ranks" in line
 
 
 def test_micro_batches_are_accumulated_whole() -> None:

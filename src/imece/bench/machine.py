@@ -6,11 +6,10 @@ import os
 import platform
 from typing import Any
 
-import psutil
 import torch
 
 from imece.observe.environment import cpu_model, environment, version
-from imece.system.control_groups import usable_cores
+from imece.system.control_groups import allowed_bytes, usable_cores
 
 _PEERS = ("mpi4py", "mpich", "deepspeed", "accelerate", "lightning")
 
@@ -23,7 +22,7 @@ def facts() -> dict[str, Any]:
 def describe() -> str:
     """The facts in one line."""
     return (
-        f"{cpu_model()}, {usable_cores()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB; "
+        f"{cpu_model()}, {usable_cores()} cores, {allowed_bytes() / 1e9:.0f} GB; "
         f"Python {platform.python_version()}, torch {torch.__version__}; {load()}"
     )
 

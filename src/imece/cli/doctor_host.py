@@ -21,7 +21,7 @@ from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
 from imece.listing import many
 from imece.system.addresses import address_of_name, is_loopback
-from imece.system.control_groups import usable_cores
+from imece.system.control_groups import allowed_bytes, usable_cores
 from imece.system.open_files import TRAIN, lacking, most_ranks
 from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
 from imece.writing import NO_TEMPORARY, temporary_files, try_folder
@@ -65,10 +65,11 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def software(torch_version: str) -> Finding:
     """Versions and devices."""
-    total = psutil.virtual_memory().total
+    total, allowed = psutil.virtual_memory().total, allowed_bytes()
+    part = f"{allowed / 1e9:.1f} of " if allowed < total else ""  # in a container or job
     text = (
         f"torch {torch_version}, Python {platform.python_version()}, {usable_cores()} cores, "
-        f"{total / 1e9:.0f} GB; {_devices()}"
+        f"{part}{total / 1e9:.0f} GB; {_devices()}"
     )
     numbers = tuple(int(word) for word in torch_version.split("+")[0].split(".")[:2] if word.isdecimal())
     if numbers < _OLDEST_TORCH:

@@ -26,6 +26,7 @@ from imece.launch.relay import Relay
 from imece.launch.signals import ENDING, NOTICES, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
 from imece.system.open_files import allow_open_files
+from imece.system.out_of_memory import preference, take_first
 
 _DRAIN_S = 1.0  # for output of processes that left the ranks' groups; and for its reader, after a signal
 _LONGEST_S = 60.0  # of a single wait, where nothing is ever due
@@ -66,6 +67,7 @@ class Crew:
     def __init__(self, logs: Path | None) -> None:
         """logs: a folder that also gets each rank's output. UserError if it cannot be made or written."""
         allow_open_files()
+        self._preference = preference()
         self.living: dict[int, Process] = {}
         self.ended: dict[int, Process] = {}
         """Members that have ended and are not reaped yet."""
@@ -131,6 +133,7 @@ class Crew:
         def prepare() -> None:
             die_together(reader)
             die_with_parent(launcher)
+            take_first(self._preference)
             hear_all()
             if listens:  # a signal in its imports would leave half a module
                 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

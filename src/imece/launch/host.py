@@ -25,6 +25,7 @@ from imece.launch.silence import Silence
 from imece.launch.view import View, hit, known_pid
 from imece.membership.roster import Generation, Roster, forget_meetings
 from imece.store import NO_MORE, listen_here, serve
+from imece.system.out_of_memory import Killer
 
 if TYPE_CHECKING:  # torch is imported while a job runs: that may take many seconds
     import torch.distributed as dist
@@ -124,6 +125,7 @@ class Host:
         self._sent: dict[int, set[int]] = {}  # signals sent to members that should end
         self._evicted: set[int] = set()
         self._failed: set[int] = set()  # living members that have reported a failure
+        self._killer = Killer()
         self._kill_at: dict[int, float] = {}
 
     @property
@@ -304,7 +306,8 @@ class Host:
     def ended(self, members: Sequence[int], now: float) -> dict[int, Ending]:
         """How these members ended, whose ends have just been seen."""
         self._serve()  # one that has come and ended meanwhile may have said something
-        endings = {member: self._ending(member, now) for member in members}
+        struck = self._killer.struck()
+        endings = {member: self._ending(member, now, struck) for member in members}
         self.endings |= endings
         return endings
 
@@ -364,7 +367,7 @@ class Host:
     def _known_pid(self, member: int) -> int | None:
         return known_pid(self._store, member, self.crew.living[member].pid)
 
-    def _ending(self, member: int, now: float) -> Ending:
+    def _ending(self, member: int, now: float, struck: bool | None) -> Ending:
         process = self.crew.ended[member]
         info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert info is not None, "a pidfd is readable only once its process has ended"
@@ -386,6 +389,7 @@ class Host:
         return Ending(
             process.slot, pid, code, now, failure, early, by_us, silent_s, self.number,
             where=process.where, by_our_signal=-code in self._sent.get(member, ()),
+            out_of_memory=struck,
         )  # fmt: skip
 
 

@@ -22,6 +22,11 @@ MOST_RANKS_PER_HOST = 1024  # more would be a typing error and exhaust the host
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl  # here: a child between fork and exec must not take the loader's lock
 _PARENT_GONE = 143
+_KILLED = {
+    True: ", as memory ran out: give it more (docker --memory, SLURM's --mem), or use less",
+    None: ", perhaps out of memory",
+    False: "",
+}
 SAID = 2
 """The exit status of a command that has reported a user's mistake."""
 
@@ -42,6 +47,7 @@ class Ending:
     lost: str = ""  # how its whole host was lost, if nothing more is known
     where: str = ""  # "in backward of step 41", if it has noted that (membership/where.py)
     by_our_signal: bool = False  # a signal that we sent to end it has killed it
+    out_of_memory: bool | None = None  # by SIGKILL: whether the kernel had no more memory; None: not known
 
     @property
     def ok(self) -> bool:
@@ -86,7 +92,7 @@ class Ending:
             known = number in {int(each) for each in signal.Signals}
             name = signal.Signals(number).name if known else "unknown"
             hints: dict[int, str] = {
-                signal.SIGKILL: ", perhaps out of memory",
+                signal.SIGKILL: _KILLED[self.out_of_memory],
                 signal.SIGSEGV: ", a segmentation fault",
                 signal.SIGBUS: ", perhaps a file was cut that it reads, or /dev/shm is full",
             }

@@ -34,6 +34,7 @@ from imece.launch.processes import (
 from imece.launch.results import decode, encode
 from imece.store import listen_here, serve
 from imece.system.open_files import SPAWN, check_open_files
+from imece.system.out_of_memory import Killer
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
 _LONGEST_S = 60.0  # of a single wait, so that a caller's limit is never too large for it
@@ -132,6 +133,7 @@ class _Crew:
         self._came: dict[int, bytearray] = {}  # what has come of each rank's message
         self._frames: dict[int, bytes] = {}  # each rank's one message, whole: a result or a failure
         self._endings: dict[int, Ending] = {}
+        self._killer = Killer()
 
     def start(self, process: BaseProcess, reader: Connection) -> None:
         """Start one more rank."""
@@ -217,7 +219,10 @@ class _Crew:
         frame = self._frames.get(rank, b"")
         code = process.exitcode
         assert code is not None
-        ending = Ending(rank, process.pid, code, time.monotonic(), left_early=code == 0 and not frame)
+        ending = Ending(
+            rank, process.pid, code, time.monotonic(), left_early=code == 0 and not frame,
+            out_of_memory=self._killer.struck(),
+        )  # fmt: skip
         if frame[:1] == _FAILURE:
             note = json.loads(frame[1:])
             ending = replace(ending, failure=status.Failure(**note["failure"]), status=code or 1)

@@ -8,11 +8,10 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from imece.system.control_groups import usable_cores
+from imece.system.control_groups import allowed_bytes, usable_cores
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers")
 
@@ -20,15 +19,16 @@ _PACKAGES = ("numpy", "safetensors", "tokenizers")
 def environment() -> dict[str, Any]:
     """Machine and versions, ready for JSON: without host names, paths and users.
 
-    memory_bytes: of the host. gpus: those that this process sees, each with name and memory_bytes. Asking for
-    them makes a context in the GPU's memory, so only a process that computes on them should ask. cuda and
-    nccl: only if there are GPUs. A package that is not installed is None.
+    memory_bytes: of the host, or what this process may have of it. gpus: those that this process sees, each
+    with name and memory_bytes. Asking for them makes a context in the GPU's memory, so only a process that
+    computes on them should ask. cuda and nccl: only if there are GPUs. A package that is not installed is
+    None.
     """
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": usable_cores(),
         "vector": torch.backends.cpu.get_cpu_capability(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": allowed_bytes(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

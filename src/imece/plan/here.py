@@ -23,6 +23,7 @@ from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.compute import flash_part, product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
+from imece.system.control_groups import allowed_bytes
 from imece.writing import asked_for, write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
@@ -48,8 +49,9 @@ def profile_file() -> Path:
 
 
 def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster | None:
-    """This machine as measured before, divided among `ranks` (None: as many as then). None if nothing was
-    measured, or the file's folder may not be entered.
+    """This machine as measured before, divided among `ranks` (None: as many as then), with the memory that
+    this process may have if that is less by now, as in a container. None if nothing was measured, or the
+    file's folder may not be entered.
 
     UserError if the file cannot be read, or is damaged.
     """
@@ -57,6 +59,9 @@ def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster 
     if not os.path.isfile(path):
         return None
     kept = find_cluster(None, None, 1, None, path)
+    if kept.gpu.is_cpu:
+        memory_bytes = min(kept.gpu.memory_bytes, allowed_bytes() // kept.gpus_per_host)
+        kept = replace(kept, gpu=replace(kept.gpu, memory_bytes=memory_bytes))
     return shared_out(kept, kept.gpus_per_host if ranks is None else ranks)
 
 

@@ -68,6 +68,16 @@ def limits() -> list[Limit]:
     return found
 
 
+def kills() -> int:
+    """How many processes of this process' groups the kernel has ended for want of memory."""
+    found = 0
+    for group, version in _groups("memory"):
+        with contextlib.suppress(OSError):  # as above
+            lines = (group / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+            found += int(dict(line.split() for line in lines.splitlines()).get("oom_kill", 0))
+    return found
+
+
 def free_threads() -> int | None:
     """How many more processes and threads may be started: by this process' groups, and by its user, whose
     threads in all groups count. None if neither is limited."""

@@ -87,6 +87,17 @@ class Prediction:
         """None if the machine was not measured."""
         return self.candidate.seconds if self.machine.is_measured else None
 
+    @property
+    def lacks(self) -> str:
+        """A line if that is more than a rank may have, else ""."""
+        has = self.machine.cluster.gpu.memory_bytes
+        if self.candidate.needed <= has:  # what is mapped lies there once for all ranks of a host
+            return ""
+        return (
+            f"warning: a rank is expected to need {gigabytes(self.candidate.needed)} and has "
+            f"{gigabytes(has)}: fewer --ranks on a CPU, a smaller --batch.micro or --compute.recompute help"
+        )
+
     def describe(self) -> str:
         """For the run's header."""
         size = f"{gigabytes(self.needed)} a rank"

@@ -170,7 +170,8 @@ def _train(session: Session, stop: Stop, joined: Recovered | None) -> int:
                 keep(path, session.prediction)
         if joined is None:
             watching.header(header(session))
-            for line in notes_on_data(session.prepared, config, session.batches):
+            lacks = [session.prediction.lacks] if session.prediction.lacks else []
+            for line in [*lacks, *notes_on_data(session.prepared, config, session.batches)]:
                 watching.note(line)
             ops.barrier(group=mesh.world_group)  # so that all ranks measure their speed at the same time
         loop = Loop(session, watching, stop)

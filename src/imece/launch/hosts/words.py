@@ -99,6 +99,7 @@ def of_endings(endings: Mapping[int, Ending], now: float) -> list[list[Any]]:
             member, each.rank, each.pid, each.status, now - each.time_s,
             None if each.failure is None else _of_failure(each.failure, now, longest),
             each.left_early, each.ended_by_us, each.silent_s, each.where, each.by_our_signal,
+            each.out_of_memory,
         ]
         for member, each in endings.items()
     ]  # fmt: skip
@@ -111,8 +112,10 @@ def to_endings(said: Sequence[Any], host: int, now: float) -> dict[int, Ending]:
             None if failure is None else _to_failure(failure, now),
             bool(early), bool(by_us), None if silent_s is None else float(silent_s), host,
             where=str(where)[:100], by_our_signal=bool(by_our_signal),
+            out_of_memory=None if no_memory is None else bool(no_memory),
         )
-        for member, rank, pid, status, age_s, failure, early, by_us, silent_s, where, by_our_signal in said
+        for member, rank, pid, status, age_s, failure, early, by_us, silent_s, where, by_our_signal, no_memory
+        in said
     }  # fmt: skip
 
 
