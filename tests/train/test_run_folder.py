@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,18 @@ def test_a_run_of_another_version_is_called_so(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="there is no speed") as raised:
             run.config()
         assert ("imece 99.0 has written this run" in str(raised.value)) == also
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", ".lock", "metrics.jsonl", "tokens/0.bin", "checkpoints/.ranks/0"]
+)
+def test_a_pipe_in_a_files_place_is_named_before_anybody_waits_for_it(folder: RunFolder, name: str) -> None:
+    pipe = folder.path / name
+    pipe.parent.mkdir(parents=True, exist_ok=True)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    (folder.path / "link.txt").symlink_to("nowhere")
+    config = TrainConfig(run=str(folder.path))
+    for opens in (folder.config, lambda: folder.begin(config, RunLock(folder.path))):
+        with pytest.raises(UserError, match=f"{pipe}: no plain file, but a pipe"):
+            opens()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -93,6 +94,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path}: cannot be read ({error.strerror}): check the path and its permissions"
             ) from error
+        self._check_plain()
         try:
             config = read_toml(self.config_file)
         except UserError as mistake:
@@ -131,6 +133,7 @@ class RunFolder:
                         f"{self.path} holds other files, but no run: name another folder with --run"
                     )
                 self.path.mkdir(parents=True, exist_ok=True)
+            self._check_plain()
             if lock is not None:
                 lock.begin()
             before = None
@@ -217,6 +220,20 @@ class RunFolder:
         tokenizer.write(self.tokenizer_file)
         write_whole(self.config_file, to_toml(config.absolute()).encode(), durable=True)
         return True
+
+    def _check_plain(self) -> None:
+        """UserError for a pipe, a socket or a device in it: whoever opens a pipe waits forever, and no signal
+        ends that. Those in checkpoints count as damage of these."""
+        for folder, _, names in os.walk(self.path):
+            if step_of(Path(folder)) is not None:
+                continue
+            for path in (Path(folder, name) for name in names):
+                with suppress(OSError):  # a link to nowhere, or it has gone meanwhile
+                    if not stat.S_ISREG(path.stat().st_mode):
+                        raise UserError(
+                            f"{path}: no plain file, but a pipe, a socket or a device: remove it, or put "
+                            "back the file that was there"
+                        )
 
     def _leftovers(self) -> set[Path]:
         """Left-over files of killed processes; in a folder that is no run yet, only those of its first
