@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import secrets
 import socket
@@ -209,16 +208,15 @@ def swap_notes(
     message = json.dumps(dict(note))
     if len(message) > MESSAGE_LIMIT_BYTES:
         raise ValueError(f"a note of {len(message)} bytes, of which {MESSAGE_LIMIT_BYTES} are allowed")
-    deadline, say_at = time.monotonic() + timeout.total_seconds(), time.monotonic() + _SILENT_S
-    waiting = list(range(world_size))
+    patience, waiting = _Patience(rank, world_size, timeout), list(range(world_size))
     try:
         if store.add(f"taken/{rank}", 1) != 1:
             raise _claimed_twice(rank, world_size)
         store.set(f"note/{rank}", message)
         while waiting := [other for other in waiting if not store.check([f"note/{other}"])]:
-            if time.monotonic() > deadline:
+            if patience.left_s < 0:
                 raise _never_came(rank, world_size, waiting, timeout)
-            say_at = _say(say_at, rank, world_size, f"rank {_some(waiting)}")
+            patience.say(f"rank {_some(waiting)}")
             time.sleep(_POLL_S)
         return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
     except dist.DistNetworkError as error:
@@ -248,13 +246,29 @@ def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: tim
     )
 
 
-def _say(at: float, rank: int, world_size: int, whom: str) -> float:
-    """At the time `at` say for whom this rank waits, where no launcher does; returns when to say it next."""
-    if time.monotonic() < at:
-        return at
-    with contextlib.suppress(OSError):  # nobody reads it
-        print(f"imece: rank {rank} of {world_size} waits for {whom}", file=sys.stderr, flush=True)
-    return math.inf
+class _Patience:
+    """How long a rank waits for others; it says for whom now and then, as no launcher may do that."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._who = f"rank {rank} of {world_size}"
+        self._end = time.monotonic() + timeout.total_seconds()
+        self._pause_s = _SILENT_S
+        self._say_at = time.monotonic() + self._pause_s
+
+    @property
+    def left_s(self) -> float:
+        """Negative once it has waited long enough."""
+        return self._end - time.monotonic()
+
+    def say(self, whom: str) -> None:
+        """Say it if it is time to; each pause is twice as long as the one before."""
+        if time.monotonic() < self._say_at:
+            return
+        self._pause_s *= 2
+        self._say_at = time.monotonic() + self._pause_s
+        line = f"imece: {self._who} waits for {whom}; it gives up in {max(0, self.left_s):.0f} s"
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(line, file=sys.stderr, flush=True)
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -316,18 +330,18 @@ def _serve(address: str, port: int, world: World, timeout: timedelta) -> dist.St
 
 def _await_port(address: str, port: int, world: World, timeout: timedelta) -> None:
     """Wait until something listens: a TCPStore that finds nothing prints pages of C++ frames."""
-    deadline, say_at = time.monotonic() + timeout.total_seconds(), time.monotonic() + _SILENT_S
+    patience = _Patience(world.rank, world.world_size, timeout)
     while True:
         try:
             socket.create_connection((address, port), timeout=5).close()
             return
         except UnicodeError as error:
             raise UserError(f"MASTER_ADDR={address} is no host's name: {error}") from None
-        except OSError as error:
-            if time.monotonic() > deadline:
+        except OSError as error:  # a name that nobody knows too: it may become known with its host
+            if patience.left_s < 0:
                 raise NotMetError(
                     f"rank {world.rank} of {world.world_size} found no rank 0 at {address} port {port} "
                     f"within {timeout.total_seconds():.0f} s ({error}): check MASTER_ADDR and MASTER_PORT"
                 ) from None
-        say_at = _say(say_at, world.rank, world.world_size, f"rank 0 at {address} port {port}")
+            patience.say(f"rank 0 at {address} port {port} ({error.strerror or error})")
         time.sleep(_POLL_S)
