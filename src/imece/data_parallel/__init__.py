@@ -9,6 +9,7 @@ regroup, joining             other ranks take over; ranks run out of inputs
 same, buffers, batch_norm    what is alike on all ranks, and stays so
 across, other_models         other parts of the same model; other models with the same parameters
 alone, closure               steps of whole parameters by which ranks would drift apart
+script_writes                writes of the script by which they would
 script                       the user's line that a warning names
 optimizer, optimizer_state   any torch optimizer: questions about it; what it keeps, for other ranks
 grad_scaler, compiled        torch's GradScaler and torch.compile with any strategy

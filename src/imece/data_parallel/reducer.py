@@ -151,6 +151,11 @@ class Reducer:
         """Whether `.grad` becomes the whole mean over the ranks, whichever other model has the parameter."""
         return self.gradients.is_whole and self.average.over == "ranks"
 
+    @property
+    def used(self) -> Used:
+        """What the ranks tell each other at the end of each backward."""
+        return self._used
+
     def unsummed(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """The name of one of these that has a gradient of this rank alone, if there are other ranks."""
         if self._touched == self._zeros or self.group.size() == 1:

@@ -48,7 +48,14 @@ from imece.data_parallel.reducing.way import (
 )
 from imece.data_parallel.reducing.whole import Caps, WholeGradients
 from imece.data_parallel.regroup import Kept, make_usable, release, wanting_gradients
-from imece.data_parallel.same import check_drift, check_same_shapes, sync_from, written_alike
+from imece.data_parallel.same import (
+    check_drift,
+    check_same_shapes,
+    check_written,
+    sync_from,
+    written_alike,
+)
+from imece.data_parallel.script_writes import ScriptWrites
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
@@ -70,6 +77,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     sharding: Sharding | None = None
     """How the model lies on the ranks, if it is sharded, except between `leave` and `regroup`."""
     _home: torch.device | None = None  # where a model on the meta device will be
+    _has_written = False  # the script, into parameters of this rank, since ranks compared
 
     def __init__(
         self,
@@ -456,6 +464,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self._synchronised += 1
             if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
+            if not joining:
+                self._check_written()
+                self._has_written |= self._script_writes.is_unusual()
             self.reducer.prepare()
         self.reducer.inside = synchronise
 
@@ -469,7 +480,24 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     def _to_compare(self) -> Alike:
         """For the reducer: what must be the same on all ranks."""
-        return Alike(rates_of(self.known_optimizers))
+        return Alike(rates_of(self.known_optimizers), written=self._has_written)
+
+    def _check_written(self) -> None:
+        """If the script has written on some rank: MismatchError unless all ranks hold the same bits. A
+        collective, then."""
+        used = self.reducer.used
+        if used.written:
+            mine, self._has_written, used.written = self._has_written, False, False
+            parts = self._has_written_parts()
+            check_written(self._of_each_rank(), self.process_group, self.device, wrote=mine, parts=parts)
+
+    def _has_written_parts(self) -> bool:
+        """Whether the script wrote into this rank's parts, which all ranks get with the next step."""
+        return False
+
+    def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameters of which each rank has a copy of its own, which are to be the same."""
+        return [*self._trained, *self._frozen]
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._frozen:
@@ -602,6 +630,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             finite=Finite(self.process_group) if self._check_finite else None,
             suspicion=self._suspicion() if self._way.overlap else None,
         )
+        have_copies = self.process_group.size() > 1
+        self._script_writes = ScriptWrites(each for _, each in (self._of_each_rank() if have_copies else ()))
+        self._has_written = False
 
     def _make_gradients(self) -> Gradients:
         """Where gradients lie among these ranks."""
@@ -626,7 +657,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a model on the default process group can be pickled")
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["process_group"], state["reducer"]
+        del state["process_group"], state["reducer"], state["_script_writes"]
         return state | {"stepped_by": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

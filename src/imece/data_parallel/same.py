@@ -18,6 +18,10 @@ from imece.collectives.texts import gather_texts, of_ranks
 from imece.errors import MismatchError
 
 _FLAT_BYTES = 64 * 2**20
+_WRITE_ALIKE = (
+    "All ranks write the same values, or load the same file; what rank 0 alone has goes to the others first, "
+    "by imece.broadcast(parameter.detach(), 0)"
+)
 
 
 def check_same_shapes(
@@ -127,8 +131,33 @@ def written_alike(
     ):
         raise MismatchError(
             f"inside of gathered(write=True) only some ranks have written, or not the same: {differ} (of "
-            f"{len(named)} parameters). All ranks write the same values; what rank 0 alone has goes to the "
-            f"others first, by imece.broadcast(parameter.detach(), 0)"
+            f"{len(named)} parameters). {_WRITE_ALIKE}"
+        )
+
+
+def check_written(
+    named: Sequence[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    wrote: bool,
+    parts: bool,
+) -> None:
+    """After the script wrote into parameters on some rank: MismatchError that names ranks and parameters,
+    unless all ranks hold the same bits.
+
+    wrote: whether it did on this rank. parts: whether it has written into this rank's parts too, in which the
+    ranks then differ until a step brings them to all. Where some rank has, nobody can tell: it is no error.
+    """
+    if differ := _which_differ(named, group):
+        mine = ["wrote"] * wrote + ["parts"] * parts
+        said = of_ranks(group, gather_texts(mine, group, device, "who wrote"))
+        if any("parts" in each for each in said.values()):
+            return
+        who = rank_words([rank for rank, each in said.items() if each])
+        raise MismatchError(
+            f"the script wrote into parameters on {who}, outside of an optimizer's step, and now the ranks "
+            f"differ: {differ} (of {len(named)} parameters). {_WRITE_ALIKE}"
         )
 
 

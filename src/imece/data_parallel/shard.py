@@ -376,6 +376,19 @@ class Sharding(Gradients):
         ops.all_gather(whole, own, group=self.groups.shard, schedule=schedule, label=label)
         return whole
 
+    @property
+    def of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
+        """The trained parameters of which each rank has a copy of its own, with their names, and in which it
+        steps its part."""
+        if self.gathering is not None or self.common_parameters:
+            return []
+        return [
+            (item.name, each)
+            for store in self.stores
+            if store.own is store.master
+            for item, each in zip(store.items, store.members, strict=True)
+        ]
+
     def check_views(self) -> None:
         """RuntimeError that names a parameter which no longer lies in its bucket."""
         for store in self.every_store:

@@ -233,6 +233,14 @@ class ShardedDataParallel(DistributedDataParallel):
     def _to_compare(self) -> Alike:
         return super()._to_compare()._replace(elements=self._elements)
 
+    def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
+        laid = {id(each) for store in self.sharding.every_store for each in store.members}
+        whole = [each for each in self._frozen if id(each[1]) not in laid]
+        return [*self.sharding.of_each_rank, *whole]
+
+    def _has_written_parts(self) -> bool:
+        return any(each.written_part() is not None for each in self.sharding.stores)
+
     def _may_come_late(self) -> bool:
         """Whether a step may end before its gathers do. Not with compiled code: it is made for ordinary
         parameters, and looks at all of them before it begins."""
@@ -386,6 +394,8 @@ class ShardedDataParallel(DistributedDataParallel):
     def before_step(self, number: int) -> None:
         """The optimizer of this number steps next."""
         self._tell_joined(Turn.STEP, number)
+        if not self._join_config.enable:
+            self._check_written()  # after the step all ranks have the owners' values, and nothing would tell
         if self._join_config.enable:  # schedulers do not run on ranks that have ended
             optimizer = self._optimizers[number]
             mine = torch.tensor(numbers_of(optimizer), dtype=torch.float64, device=self.device)

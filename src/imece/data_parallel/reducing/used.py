@@ -2,6 +2,7 @@
 
 used     by parameter, whether this rank used it; then whether any rank did
 alike    digests of what must be the same on all ranks: learning rates, and elements of parameters
+written  whether the script wrote into parameters of this rank; then whether it did on any
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from imece.errors import MismatchError
 _NONE_USED = -1
 _DIGEST_BYTES = 4
 _NOTHING = bytes(2 * _DIGEST_BYTES)  # of a rank that has none: zeros leave the largest of all as it is
+_TOLD_BYTES = 2 * len(_NOTHING) + 1  # of what is told beside the used parameters: two digests, and `written`
 
 
 class Alike(NamedTuple):
@@ -35,15 +37,19 @@ class Alike(NamedTuple):
     elements: Sequence[tuple[str, float]] = ()
     """Of parameters, with their names, if something may have changed them on this rank alone."""
 
+    written: bool = False
+    """Whether the script wrote into parameters of this rank, and ranks are to compare them."""
+
     @property
     def values(self) -> tuple[Sequence[float], Sequence[float]]:
-        """The numbers of each kind."""
+        """The numbers of each kind of which there is a digest."""
         return self.rates, [value for _, value in self.elements]
 
     @property
-    def digest(self) -> bytes:
-        """For each kind _DIGEST_BYTES bytes, and then each of them subtracted from 255."""
-        return b"".join(_digest(each) if each else _NOTHING for each in self.values)
+    def told(self) -> bytes:
+        """For each kind _DIGEST_BYTES bytes, and then each of them subtracted from 255; then `written`."""
+        digests = [_digest(each) if each else _NOTHING for each in self.values]
+        return b"".join(digests) + bytes([self.written])
 
 
 _NONE = Alike()
@@ -56,15 +62,17 @@ class Used:
         """device: of the parameters; many: their number."""
         self._group, self._device = group, host_device(group, device)
         self._counts: array[int] = array("i")  # the flags that were sent last
-        self._alike, self._digest = _NONE, b""
-        # uint8: flags by parameter, then the digests, each with its complement. This rank's, and the largest
-        # of all ranks'
-        self._told = torch.zeros(many + len(_NONE.digest), dtype=torch.uint8, device=self._device)
+        self._alike, self._alike_told = _NONE, b""
+        # uint8: flags by parameter, then what `Alike.told` has. This rank's, and the largest of all ranks'
+        self._told = torch.zeros(many + _TOLD_BYTES, dtype=torch.uint8, device=self._device)
         self._largest = torch.empty_like(self._told)
         self._coming: Pending | torch.Tensor | None = None
         self._known_unused: set[int] = set()
         self.anywhere: list[int] = []
         """By parameter, whether some rank used it in the last backward that was asked about."""
+        self.written = False
+        """Whether ranks are to compare their parameters, since the script wrote into some of them. Alike on
+        all ranks; whoever compares sets it back."""
 
     def begin(self) -> None:
         """A backward begins: nothing is exchanged yet."""
@@ -81,10 +89,10 @@ class Used:
                 [bool(count) for count in counts], dtype=torch.uint8, device="cpu"
             )
         self._alike = alike if self._reads else _NONE
-        digest = self._alike.digest
-        if digest != self._digest:
-            self._digest = digest
-            self._told[len(counts) :] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        alike_told = self._alike.told
+        if alike_told != self._alike_told:
+            self._alike_told = alike_told
+            self._told[len(counts) :] = torch.frombuffer(bytearray(alike_told), dtype=torch.uint8)
         self._coming = ops.all_reduce(
             self._largest.copy_(self._told), "max", group=self._group, async_op=async_op,
             label="used parameters",
@@ -104,7 +112,7 @@ class Used:
         self._coming = None
         if read:
             assert told is not None
-            self.anywhere = told[: -len(_NONE.digest)].tolist()
+            self.anywhere = told[:-_TOLD_BYTES].tolist()
         if self._reads:
             self._compare()
         return True
@@ -116,7 +124,9 @@ class Used:
 
     def _compare(self) -> None:
         """A digest and its complement add up to 255s, unless the largest bytes are from different ranks."""
-        rates, elements = self._largest[-len(_NONE.digest) :].view(2, -1).tolist()
+        *digests, written = self._largest[-_TOLD_BYTES:].tolist()
+        rates, elements = digests[: len(_NOTHING)], digests[len(_NOTHING) :]
+        self.written |= bool(written)
         if _is_of_many(rates):
             mine = [repr(rate) for rate in self._alike.rates]
             at, said = self._first_difference(mine, "learning rates that differ")
