@@ -437,7 +437,8 @@ class Added(nn.Module):
 
 
 def newcomers(group: dist.ProcessGroup) -> None:
-    """Parameters that nobody reduces are named after the first backward, on all ranks."""
+    """Parameters that nobody reduces are named after the first backward, on all ranks. Those that get no
+    gradient, as of a teacher that is put into the model, or that another model reduces, are not."""
 
     def head(model: Any) -> None:
         model.module.layers[3] = double(nn.Linear(3, 3))
@@ -445,6 +446,9 @@ def newcomers(group: dist.ProcessGroup) -> None:
     def beside(model: Any) -> None:
         model.requires_grad_(False)
         model.module.layers[3] = Added(model.module.layers[3])
+
+    def one_more(model: Any) -> None:
+        model.module.layers[3] = Added(model.module.layers[3])  # nothing goes unused
 
     def assigned(model: Any) -> None:
         state = {name: each.clone() for name, each in model.state_dict().items()}
@@ -454,7 +458,10 @@ def newcomers(group: dist.ProcessGroup) -> None:
         model, _ = parallelize(module, torch.optim.SGD(module.parameters()), "zero2", group)
         return model
 
-    named = {head: "layers.3.weight", beside: "layers.3.small.weight", assigned: "layers.0.weight"}
+    named = {
+        head: "layers.3.weight", beside: "layers.3.small.weight", one_more: "layers.3.small.weight",
+        assigned: "layers.0.weight",
+    }  # fmt: skip
     for change, name in named.items():
         for make in (lambda module: wrap(module, group), sharded):
             if change is assigned and make is sharded:
@@ -473,6 +480,11 @@ def newcomers(group: dist.ProcessGroup) -> None:
     model = wrap(double(Branches()), group)
     head(model)
     model.parameters_to_ignore |= {"layers.3.weight", "layers.3.bias"}
+    model.module.teacher = double(nn.Linear(3, 3))
+    total(model, own_input()).backward()
+    model = wrap(double(Branches()), group)
+    model.module.layers[3] = Added(model.module.layers[3])
+    model.module.layers[3].small = wrap(double(nn.Linear(3, 3)), group)
     total(model, own_input()).backward()
 
 

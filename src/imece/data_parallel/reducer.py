@@ -53,8 +53,7 @@ class Owner(Protocol):
         """What must be the same on all ranks."""
 
     def _refuse_newcomers(self) -> None:
-        """After a backward in which no rank used some parameter, or any, for the first time: the module may
-        have replaced parameters."""
+        """A backward is over: RuntimeError if it brought a gradient to a parameter that is in no bucket."""
 
 
 class Reducer:
@@ -431,11 +430,11 @@ class Reducer:
         lost = self._left and any(other in self.sharing.others() for other in ahead)
         self._line.pass_over(ahead)  # they would have ended by now: their backward has raised
         with torch.no_grad():
-            newly_unused = self._finish()
+            self._finish()
         self._syncing = self.armed = False
         if lost:
             raise refusals.lost(self.slots[min(self._left)])
-        if newly_unused and (owner := self._owner()) is not None:
+        if (owner := self._owner()) is not None:
             owner._refuse_newcomers()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
@@ -451,8 +450,7 @@ class Reducer:
 
         handle = node.register_hook(follow)
 
-    def _finish(self) -> bool:
-        """Whether parameters that some rank used before were used by no rank this time."""
+    def _finish(self) -> None:
         watch = self.leaving.watch
         if watch is not None:
             watch.backward_ended()
@@ -466,7 +464,7 @@ class Reducer:
         self.leaving.ending = True
         self.let_go()
         assert self.leaving.all_left, "a bucket is left behind"
-        told = self._wait_for_all(read=bool(absent) or self._learning)
+        self._wait_for_all(read=bool(absent) or self._learning)
         self.gradients.finish(absent, self._used.anywhere)
         self._learning = False
         self._end_first()
@@ -476,7 +474,6 @@ class Reducer:
         in_backward.step(self.stepping)
         if watch is not None:
             watch.ended()
-        return told and self._used.newly_unused([slot.index for slot in absent])
 
     def _end_first(self) -> None:
         """All ranks that took part in the first backward, if only as shadows, rebuild the buckets, or
@@ -517,18 +514,16 @@ class Reducer:
             slot.bucket.pending -= 1
         return absent
 
-    def _wait_for_all(self, *, read: bool) -> bool:
-        """Wait for all buckets. read: also read which parameters any rank used; returns whether that
-        is known."""
+    def _wait_for_all(self, *, read: bool) -> None:
+        """Wait for all buckets. read: also read which parameters any rank used."""
         # A hook's collectives may be issued from other threads: none of ours may come in between.
         self.leaving.wait_for_all()
         if self.leaving.hook is not None:
             self._exchange_used()
         self.sums += 1
-        told = self._used.wait(read=read)
+        self._used.wait(read=read)
         if self.leaving.finite is not None:  # before a rank adds what it alone may have kept
             self.leaving.finite.judge(self.buckets)
-        return told
 
     def _exchange_used(self) -> None:
         if not (self.static_graph and self._first_is_over):  # otherwise it is known

@@ -21,7 +21,7 @@ from imece.buckets import default_cap_bytes
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire_formats import WireName
-from imece.data_parallel import arguments, other_models
+from imece.data_parallel import arguments, other_models, registered
 from imece.data_parallel.across import AcrossModel, refuse_other_parts
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in, refuse_uneven
@@ -36,6 +36,7 @@ from imece.data_parallel.reducing.buckets import Gradients
 from imece.data_parallel.reducing.comm_hook import CommHook, Hook
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.line import Line, Suspicion
+from imece.data_parallel.reducing.sharing import living
 from imece.data_parallel.reducing.trace import StepTrace
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.watch import Watch
@@ -182,6 +183,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             if isinstance(self.process_group, SharedMemoryGroup):
                 self.process_group.give_back()
         self._make_reducer()
+        self._registered = registered.times()
+        self._newcomers: list[tuple[str, nn.Parameter]] = []  # since the model was wrapped
         other_models.watch(self)
 
     # Training.
@@ -464,6 +467,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self._synchronised += 1
             if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
+            self._find_newcomers()
             if not joining:
                 self._check_written()
                 self._has_written |= self._script_writes.is_unusual()
@@ -507,15 +511,20 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
                     f"no other rank would see: wrap it with requires_grad=True, and freeze it after that"
                 )
 
+    def _find_newcomers(self) -> None:
+        """Look through the model again if modules have got something since the last forward."""
+        if self._registered == (times := registered.times()):
+            return
+        known = {id(each) for _, each in (*self._trained, *self._frozen)}
+        self._registered = times
+        self._newcomers = [each for each in self.module.named_parameters() if id(each[1]) not in known]
+
     def _refuse_newcomers(self) -> None:
-        """RuntimeError, after a backward, for a parameter that wants a gradient but has no bucket."""
-        known = {id(slot.parameter) for slot in self.reducer.slots}
-        for name, parameter in self.module.named_parameters():
-            if (
-                parameter.requires_grad
-                and id(parameter) not in known
-                and name not in self.parameters_to_ignore
-            ):
+        if not self._newcomers:
+            return
+        summed = {id(slot.parameter) for reducer in living() for slot in reducer.slots}
+        for name, each in self._newcomers:
+            if each.grad is not None and id(each) not in summed and name not in self.parameters_to_ignore:
                 raise refusals.newcomer(name)
 
     def _tell_joined(self) -> None:
@@ -620,6 +629,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         other_models.refuse_shared(self.module, (), shards_parameters=False)
 
     def _make_reducer(self) -> None:
+        registered.watch()
         self.reducer = Reducer(
             self._make_gradients(),
             self.process_group,

@@ -50,18 +50,6 @@ def test_used_in_a_backward_before_counts(used: Used, monkeypatch: pytest.Monkey
     assert used.anywhere == [1, 1, 0]
 
 
-def test_newly_unused_is_said_once(used: Used) -> None:
-    used.anywhere = [1, 0, 1]
-    assert not used.newly_unused([0]), "another rank used it"
-    assert used.newly_unused([0, 1])
-    assert not used.newly_unused([1])
-    used.anywhere = [0, 0, 0]
-    assert used.newly_unused([0, 1, 2]), "none at all is another matter"
-    assert not used.newly_unused([0, 1, 2])
-    used.anywhere = [1, 0, 0]
-    assert used.newly_unused([1, 2])
-
-
 def test_nothing_is_waited_for_where_nothing_was_exchanged(used: Used) -> None:
     used.begin()
     assert not used.wait(read=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.same import by_rank
 from imece.errors import MismatchError
 
-_NONE_USED = -1
 _DIGEST_BYTES = 4
 _NOTHING = bytes(2 * _DIGEST_BYTES)  # of a rank that has none: zeros leave the largest of all as it is
 _TOLD_BYTES = 2 * len(_NOTHING) + 1  # of what is told beside the used parameters: two digests, and `written`
@@ -67,7 +66,6 @@ class Used:
         self._told = torch.zeros(many + _TOLD_BYTES, dtype=torch.uint8, device=self._device)
         self._largest = torch.empty_like(self._told)
         self._coming: Pending | torch.Tensor | None = None
-        self._known_unused: set[int] = set()
         self.anywhere: list[int] = []
         """By parameter, whether some rank used it in the last backward that was asked about."""
         self.written = False
@@ -153,19 +151,6 @@ class Used:
         rows = zip_longest(*said.values(), fillvalue="none")
         at, row = next((at, row) for at, row in enumerate(rows) if len(set(row)) > 1)
         return at, dict(zip(said, row, strict=True))
-
-    def newly_unused(self, absent: Collection[int]) -> bool:
-        """Whether now no rank used one of these, or any parameter at all, and that is new; alike on
-        all ranks.
-
-        absent: parameters that this rank did not use.
-        """
-        unused = {index for index in absent if not self.anywhere[index]}
-        if unused and not any(self.anywhere):
-            unused = {_NONE_USED}  # all parameters may be frozen now
-        is_new = not self._known_unused.issuperset(unused)
-        self._known_unused |= unused
-        return is_new
 
     def give_up(self) -> None:
         """Nobody will ask for what is under way."""
