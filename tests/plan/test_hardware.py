@@ -78,10 +78,10 @@ def test_names_as_nvidia_smi_has_them(written: str, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "rate"), [("V100", 12e9), ("A100-40", 24e9), ("H100", 48e9)])
 def test_a_gpu_reaches_its_hosts_memory_through_its_slot(name: str, rate: float, tmp_path: Path) -> None:
-    assert find_cluster(name).host.best == rate
+    assert find_cluster(name).host.rate == rate
     path = tmp_path / "my.toml"
     path.write_text("[host]\nbandwidth = 400e9\n")
-    assert find_cluster(name, hardware=path).host.best == 300e9
+    assert find_cluster(name, hardware=path).host.rate == 300e9
     path.write_text("[host]\nefficiency = 2\n")
     with pytest.raises(UserError, match=r"\[host\] efficiency is 2; it is a part"):
         find_cluster(name, hardware=path)

@@ -79,6 +79,13 @@ def test_the_file_is_read_back(tmp_path: Path, dtype: str) -> None:
     assert kept_cluster(path=tmp_path / "none.toml") is None
 
 
+def test_a_file_of_another_imece_is_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    keep(to_toml(cluster_of(FIGURES), FIGURES, NOW) + "of_old = 0.0\n", path)
+    with pytest.raises(UserError, match=r"\[between\] of_old is unknown.*; imece plan --here --again"):
+        kept_cluster(path=path)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_ranks_have_together_what_the_machine_has(ranks: int) -> None:
     four = cluster_of(FIGURES)

@@ -49,23 +49,20 @@ class Link:
     bandwidth: float  # bytes/s, one direction, per rank, by the vendor
     latency: float  # s per message
     efficiency: float = 0.8  # part of the bandwidth that a large message reaches
-    half_bytes: float = 0.0  # message size that reaches half of that
     hop_s: float = 0.0  # s that each host of a ring adds for each 384 MiB
     switch: float = 1.0  # speed-up of an all-reduce by a switch that adds
     lanes: tuple[
         float, ...
     ] = ()  # part of the bandwidth that a ring of 1, 2, ... ranks has; if empty, all of it
 
-    def rate(self, message_bytes: float, ranks: int = 0) -> float:
-        """Bytes/s for a message of this size in a ring of `ranks`."""
-        lanes = self.lanes[ranks - 1] if 0 < ranks <= len(self.lanes) else 1.0
-        whole = self.bandwidth * self.efficiency * lanes
-        return whole * message_bytes / (message_bytes + self.half_bytes + 1)
-
     @property
-    def best(self) -> float:
-        """Bytes/s for large messages."""
+    def rate(self) -> float:
+        """Bytes/s that large messages reach."""
         return self.bandwidth * self.efficiency
+
+    def ring_rate(self, ranks: int) -> float:
+        """The same in a ring of so many ranks."""
+        return self.rate * (self.lanes[ranks - 1] if ranks <= len(self.lanes) else 1.0)
 
 
 @dataclass(frozen=True)

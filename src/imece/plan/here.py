@@ -53,12 +53,15 @@ def kept_cluster(ranks: int | None = None, path: Path | None = None) -> Cluster 
     this process may have if that is less by now, as in a container. None if nothing was measured, or the
     file's folder may not be entered.
 
-    UserError if the file cannot be read, or is damaged.
+    UserError if the file cannot be read, is damaged, or another imece wrote it.
     """
     path = path or profile_file()
     if not os.path.isfile(path):
         return None
-    kept = find_cluster(None, None, 1, None, path)
+    try:
+        kept = find_cluster(None, None, 1, None, path)
+    except UserError as error:
+        raise UserError(f"{error}; imece plan --here --again measures anew") from error
     if kept.gpu.is_cpu:
         memory_bytes = min(kept.gpu.memory_bytes, allowed_bytes() // kept.gpus_per_host)
         kept = replace(kept, gpu=replace(kept.gpu, memory_bytes=memory_bytes))

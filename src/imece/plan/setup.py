@@ -45,7 +45,17 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
-        return self.data * self.context * self.tensor * self.pipeline
+        return self.peers * self.tensor * self.pipeline
+
+    @property
+    def peers(self) -> int:
+        """Ranks that have the same part of the model."""
+        return self.data * self.context
+
+    @property
+    def token_parts(self) -> int:
+        """Parts into which tokens are divided where no matrix is: by sequence parallelism."""
+        return self.tensor if self.sequence else 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,6 @@ class Precision:
     masters: int = 4  # what the optimizer steps, besides parameters; 0: it steps these
     moments: int = 4  # each state of the optimizer
     activations: int = 2
-    reduced: int | None = None  # on the wire; None: as `gradients`
     fp8: bool = False  # products of the layers' matrices, as torchao.float8 makes them; the rest unchanged
 
     @property

@@ -165,7 +165,7 @@ class Call:
         if times == 1:
             return f"{size} a {each}, one loss.backward() before each optimizer.step()"
         said = f"{size} a {each}, {times:,} times (loss / {times}).backward() before each optimizer.step()"
-        if parallel.data * parallel.context == 1:
+        if parallel.peers == 1:
             return said
         if DIVIDED[parallel.strategy].gradients:
             return f"{said}; not in model.no_sync(), which would keep whole gradients"
@@ -179,7 +179,7 @@ class Call:
         """Whether bucket_cap_mb decides how messages are cut, instead of the layers."""
         parallel = self.candidate.setup.parallel
         gathered = DIVIDED[parallel.strategy].parameters and self._framework.gathers
-        return parallel.data * parallel.context > 1 and not gathered
+        return parallel.peers > 1 and not gathered
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _ours(candidate: Candidate, question: Question) -> Candidate | None:
         if candidate.needed > question.room_bytes:
             return None
     if parallel.strategy == "replicate" and (_has_masters(setup) or setup.recipe.offload):
-        if parallel.data * parallel.context > 1:
+        if parallel.peers > 1:
             return None
         candidate = _with_sums(setup, question)
         if candidate.needed > question.room_bytes:
@@ -280,7 +280,7 @@ def _why_not(winner: Candidate, question: Question) -> str:
     if _keeps_gradients(winner.setup.parallel):
         needed = _with_whole_gradients(winner.setup, question).needed
         return f"{_WHOLE}, which needs {gb(needed)} of {gb(question.room_bytes)} GB"
-    if winner.setup.parallel.data * winner.setup.parallel.context > 1:
+    if winner.setup.parallel.peers > 1:
         return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
     needed = _with_sums(winner.setup, question).needed
     return f"{_SUMS}, and that needs {gb(needed)} of {gb(question.room_bytes)} GB"

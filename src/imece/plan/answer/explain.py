@@ -202,7 +202,7 @@ def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
     """The link that matters: between hosts if the ranks that communicate are on several; to the host's memory
     if data from there takes longer."""
     parallel = setup.parallel
-    ranks, stride = parallel.data * parallel.context, parallel.tensor
+    ranks, stride = parallel.peers, parallel.tensor
     if cause == "tensor":
         ranks, stride = parallel.tensor, 1
     elif cause == "context":
@@ -214,7 +214,7 @@ def _over(cause: str, setup: Setup, cluster: Cluster) -> str:
     hosts = along(cluster, ranks, stride).hosts
     link = cluster.between if hosts > 1 else cluster.inside
     hosted = cause == "parameters" and setup.recipe.offload == "parameters"
-    if hosted and (ranks - 1) / link.best < 1 / cluster.host.best:  # both sides: s per byte of a rank's part
+    if hosted and (ranks - 1) / link.rate < 1 / cluster.host.rate:  # both sides: s per byte of a rank's part
         return f"from the host's memory, {gb(cluster.host.bandwidth)} GB/s a {device(cluster)}"
     if hosts > 1:
         return f"over {hosts:,} hosts, {gb(link.bandwidth)} GB/s a {device(cluster)}"

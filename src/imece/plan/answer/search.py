@@ -111,7 +111,7 @@ def framework_on(cluster: Cluster, parallel: Parallel) -> Framework:
     in_common = one_host or parallel.tensor * parallel.shard <= cluster.gpus_per_host
     is_hybrid = parallel.is_hybrid
     over_hosts = _sums_over_hosts(cluster, parallel)
-    replicas = is_hybrid and parallel.shard < parallel.data * parallel.context
+    replicas = is_hybrid and parallel.shard < parallel.peers
     under_way = most_under_way(
         overlap=not one_host,  # alone on their host, ranks take all of its cores
         over_hosts=over_hosts,

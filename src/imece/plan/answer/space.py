@@ -148,7 +148,7 @@ def arrangements(question: Question) -> list[Parallel]:
     found = list(_arrangements(question))
     if question.strategy is None:
         return found
-    shared = [each for each in found if each.data * each.context > 1 and any(recipes(question, each))]
+    shared = [each for each in found if each.peers > 1 and any(recipes(question, each))]
     return shared or found
 
 

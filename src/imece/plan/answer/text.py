@@ -108,7 +108,7 @@ def _next_lines(found: Next, width: int) -> Iterator[str]:
 def messages(explained: Explained) -> str | None:
     """The best size of messages between data-parallel ranks; None if there are none."""
     parallel = explained.winner.setup.parallel
-    if parallel.data * parallel.context == 1:
+    if parallel.peers == 1:
         return None
     if parallel.strategy in ("zero3", "hybrid"):
         return "messages: a layer's parameters come as one, and so do its gradients go"

@@ -97,7 +97,7 @@ def strategy_name(parallel: Parallel) -> str:
         *([f"CP {parallel.context}"] if parallel.context > 1 else []),
         *([f"PP {parallel.pipeline}"] if parallel.pipeline > 1 else []),
     ]
-    if parallel.data * parallel.context > 1:
+    if parallel.peers > 1:
         axes.append(NAMES[parallel.strategy])
     return " x ".join(axes) or "one device"
 
@@ -106,7 +106,7 @@ def title(setup: Setup) -> str:
     """ "ZeRO-2 (SHARD_GRAD_OP), micro-batch 1, 16 accumulated, full recomputation"."""
     parallel, recipe = setup.parallel, setup.recipe
     name = strategy_name(parallel)
-    if parallel.data * parallel.context > 1 and parallel.strategy in ALSO:
+    if parallel.peers > 1 and parallel.strategy in ALSO:
         name += f" ({ALSO[parallel.strategy]})"
     parts = [name]
     if parallel.interleave > 1:
@@ -130,7 +130,7 @@ def title(setup: Setup) -> str:
 def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
     """(word of the title, its meaning) with the numbers of this plan."""
     parallel, recipe, one = setup.parallel, setup.recipe, device(cluster)
-    ranks = parallel.data * parallel.context
+    ranks = parallel.peers
     if ranks > 1:
         yield NAMES[parallel.strategy], _strategy(parallel, cluster)
     if parallel.tensor > 1:
@@ -201,7 +201,7 @@ def _times(number: int) -> str:
 
 
 def _strategy(parallel: Parallel, cluster: Cluster) -> str:
-    ranks, part = parallel.data * parallel.context, f"1/{parallel.shard}"
+    ranks, part = parallel.peers, f"1/{parallel.shard}"
     who = (
         f"all {ranks:,} {device(cluster)}s"
         if ranks == cluster.gpus

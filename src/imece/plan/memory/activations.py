@@ -48,7 +48,7 @@ def tokens(recipe: Recipe, parallel: Parallel) -> float:
 def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
     """A layer without recomputation."""
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
-    sharded = tensor if parallel.sequence else 1
+    sharded = parallel.token_parts
     residual = 2 * count * model.width
     norms = framework.norm_copies * count * model.norms * model.width * of_residual(recipe) / sharded
     read = min(model.norms, 2)
@@ -96,8 +96,8 @@ def _mlp(model: Model, count: float, recipe: Recipe, framework: Framework) -> fl
 def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
     """What recomputation keeps of a layer."""
     if recipe.recompute == "full":
-        sharded = parallel.tensor if parallel.sequence else 1
-        return Layer(norms=tokens(recipe, parallel) * model.width * of_residual(recipe) / sharded)
+        kept = tokens(recipe, parallel) * model.width * of_residual(recipe)
+        return Layer(norms=kept / parallel.token_parts)
     whole = whole_layer(model, parallel, recipe, framework)
     if recipe.recompute == "none":
         return whole
@@ -109,7 +109,7 @@ def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fram
 def working_bytes(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> float:
     """Bytes of a layer while its backward runs: all that its forward keeps, and gradients, two as wide as the
     MLP and two as wide as the residual."""
-    size, sharded = recipe.precision.activations, parallel.tensor if parallel.sequence else 1
+    size, sharded = recipe.precision.activations, parallel.token_parts
     inner = model.mlp_width * max(1, model.active_experts) / parallel.tensor
     gradients = tokens(recipe, parallel) * size * 2 * (inner + model.width / sharded)
     return whole_layer(model, parallel, recipe, framework).total + gradients
@@ -119,7 +119,7 @@ def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer
     """The results of every second product (queries, values, gate, the MLP's output), attention's output, and
     the layer's input."""
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
-    sharded = tensor if parallel.sequence else 1
+    sharded = parallel.token_parts
     query, key = model.q_width, model.kv_width
     return Layer(
         norms=2 * count * model.width * size / sharded,

@@ -278,7 +278,7 @@ def _buffers(setup: Setup, stage: int, part: Held, framework: Framework) -> floa
     if parallel.pipeline > 1:
         each = tokens(recipe, parallel) * of_residual(recipe) * model.width
         number = _between_stages(parallel, recipe, stage, part) if framework.outputs_stay else 2
-        total += number * each / (parallel.tensor if parallel.sequence else 1)
+        total += number * each / parallel.token_parts
     return total
 
 
@@ -301,8 +301,7 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
     if stage < parallel.pipeline - 1:
         return activations + working, 0.0
     # Logits are gone when the last layer's backward runs: the larger counts.
-    sharded = parallel.tensor if parallel.sequence else 1
-    norm = 2 * tokens(recipe, parallel) * model.width * recipe.precision.activations / sharded
+    norm = 2 * tokens(recipe, parallel) * model.width * recipe.precision.activations / parallel.token_parts
     logits = framework.of_logits(_logits(setup), recipe.precision)
     beside = max(working, norm + logits)
     return activations + beside - min(logits, beside), min(logits, beside)

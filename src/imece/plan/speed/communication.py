@@ -66,7 +66,7 @@ def collective_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> f
         return _BASE_S + around
     if group.hosts == 1:
         hops = 2 * (group.ranks - 1) * cluster.inside.latency
-        rate = cluster.inside.rate(size_bytes, group.ranks) * _switch(cluster.inside, group.ranks)
+        rate = cluster.inside.ring_rate(group.ranks) * _switch(cluster.inside, group.ranks)
         return _BASE_S + hops + sent_bytes(op, size_bytes, group.ranks) / rate
     return _BASE_S + min(2 * around, _tree_s(cluster, size_bytes, group))
 
@@ -80,15 +80,15 @@ def _switch(link: Link, ranks: int) -> float:
 def send_s(cluster: Cluster, size_bytes: float, between_hosts: bool) -> float:
     """Seconds of one message to a neighbour."""
     link = cluster.between if between_hosts else cluster.inside
-    return 10e-6 + link.latency + size_bytes / link.rate(size_bytes)
+    return 10e-6 + link.latency + size_bytes / link.rate
 
 
-def _rate(cluster: Cluster, size_bytes: float, group: Group) -> float:
+def _rate(cluster: Cluster, group: Group) -> float:
     """Bytes/s of a ring over the group's slower level."""
     if group.hosts == 1:
-        return cluster.inside.rate(size_bytes, group.ranks)
-    ports = cluster.between.rate(size_bytes) * group.ranks_per_host
-    return min(ports, cluster.inside.rate(size_bytes)) if group.ranks_per_host > 1 else ports
+        return cluster.inside.ring_rate(group.ranks)
+    ports = cluster.between.rate * group.ranks_per_host
+    return min(ports, cluster.inside.rate) if group.ranks_per_host > 1 else ports
 
 
 def busy_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> float:
@@ -98,13 +98,13 @@ def busy_s(cluster: Cluster, op: Op, size_bytes: float, group: Group) -> float:
     if group.hosts == 1 or whole == 0.0:
         return whole
     sent = sent_bytes(op, size_bytes, group.ranks)
-    slower = sent / _rate(cluster, size_bytes, group) - sent / cluster.inside.rate(size_bytes)
+    slower = sent / _rate(cluster, group) - sent / cluster.inside.rate
     return whole - max(0.0, slower)
 
 
 def _ring_s(cluster: Cluster, size_bytes: float, group: Group) -> float:
     inside = (group.ranks - group.hosts) * cluster.inside.latency
-    moving = sent_bytes("all_gather", size_bytes, group.ranks) / _rate(cluster, size_bytes, group)
+    moving = sent_bytes("all_gather", size_bytes, group.ranks) / _rate(cluster, group)
     if group.hosts == 1:
         return inside + moving
     return inside + moving + _hops(group.hosts - 1) * _hop_s(cluster.between, size_bytes)
@@ -113,7 +113,7 @@ def _ring_s(cluster: Cluster, size_bytes: float, group: Group) -> float:
 def _tree_s(cluster: Cluster, size_bytes: float, group: Group) -> float:
     inside = 2 * (group.ranks_per_host - 1) * cluster.inside.latency
     depth = math.log2(group.hosts)
-    moving = 2 * size_bytes * (group.ranks - 1) / group.ranks / _rate(cluster, size_bytes, group)
+    moving = 2 * size_bytes * (group.ranks - 1) / group.ranks / _rate(cluster, group)
     return inside + moving + _TREE_HOPS * depth * _hop_s(cluster.between, size_bytes)
 
 

@@ -124,9 +124,9 @@ def layer_time(
         (each, model.width, mlp, at_work),
     )
     read = _ONE_BYTE if recipe.precision.fp8 else size
-    forward = sum(product_s(gpu, m, n, k, read, times) for m, n, k, times in shapes) / manner.products
-    inputs = [product_s(gpu, m, k, n, read, times) / manner.products for m, n, k, times in shapes]
-    weights = sum(product_s(gpu, k, n, m, read, times) for m, n, k, times in shapes) / manner.products
+    forward = sum(product_s(gpu, m, n, k, read, times) for m, n, k, times in shapes)
+    inputs = [product_s(gpu, m, k, n, read, times) for m, n, k, times in shapes]
+    weights = sum(product_s(gpu, k, n, m, read, times) for m, n, k, times in shapes)
     cast = (0.0, 0.0)
     if recipe.precision.fp8:
         cast = _cast_s(gpu, recipe, shapes, (3, 2 if model.gated else 1, 1, 1))
@@ -140,7 +140,7 @@ def layer_time(
         # Queries, keys and values have separate adapters; so have gate and up.
         alone = [(tokens, n, model.width, 1) for n in (query, both // 2, both // 2)]
         alone += (2 if model.gated else 1) * [(each, mlp, model.width, at_work)]
-        thin = _thin_s(gpu, recipe, [*alone, *shapes[2:]]) / manner.products
+        thin = _thin_s(gpu, recipe, [*alone, *shapes[2:]])
     return LayerTime(
         forward=forward + around + core + thin + cast[0],
         inputs=sum(inputs) + 2 * around + core_backward + 2 * thin + cast[1],
@@ -232,9 +232,9 @@ def head_time(gpu: Gpu, model: Model, manner: Manner, recipe: Recipe, tokens: in
     """The head on this rank's `tokens`, with the vocabulary split over `tensor` ranks if possible."""
     vocabulary, size = model.vocab_size // model.table_parts(tensor), recipe.precision.activations
     loss = stream_s(gpu, manner.loss_bytes * (_FUSED if recipe.compiled else 1) * tokens * vocabulary)
-    forward = product_s(gpu, tokens, vocabulary, model.width, size) / manner.products
-    inputs = product_s(gpu, tokens, model.width, vocabulary, size) / manner.products
-    weights = product_s(gpu, model.width, vocabulary, tokens, size) / manner.products
+    forward = product_s(gpu, tokens, vocabulary, model.width, size)
+    inputs = product_s(gpu, tokens, model.width, vocabulary, size)
+    weights = product_s(gpu, model.width, vocabulary, tokens, size)
     return HeadTime(forward + 0.6 * loss, inputs + 0.4 * loss, weights)
 
 

@@ -23,7 +23,6 @@ class Manner:
     step_s: float = 5e-3  # once per step: data, logging, clipping
     elementwise: float = 1.0  # bytes of element-wise work relative to one kernel per operation
     flash: float = 1.0  # rate of its attention kernels relative to Gpu.flash
-    products: float = 1.0  # rate of its matrix products relative to Gpu.sustained
     loss_bytes: float = 40.0  # read and written per logit, from the head's output to its gradient
     optimizer_bytes: float = 46.0  # read and written per parameter that a rank steps, AdamW in fp32
     contention: float = 0.0  # of hidden communication's time, lost to computation; inside a host

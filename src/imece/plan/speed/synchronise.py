@@ -109,7 +109,7 @@ def _tied_parameters(setup: Setup) -> float:
 
 def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> Synchronisation:
     parallel = setup.parallel
-    ranks = parallel.data * parallel.context
+    ranks = parallel.peers
     if ranks == 1 and setup.recipe.offload != "parameters":
         return Synchronisation(0.0, 0.0, 0.0)
     whole = along(cluster, ranks, parallel.tensor)
@@ -134,7 +134,7 @@ def _parts(setup: Setup) -> int:
     parallel = setup.parallel
     if parallel.strategy == "replicate":
         return 1
-    return parallel.shard if parallel.is_hybrid else parallel.data * parallel.context
+    return parallel.shard if parallel.is_hybrid else parallel.peers
 
 
 def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
@@ -148,7 +148,7 @@ def _each_gradient(recipe: Recipe) -> float:
     if recipe.wire is not None:
         return WIRE_BYTES[recipe.wire]
     precision = recipe.precision
-    return precision.reduced or precision.main_gradients or precision.gradients
+    return precision.main_gradients or precision.gradients
 
 
 def reductions(setup: Setup) -> int:
@@ -226,7 +226,7 @@ def _sharded(
 
     def gather_s(size_bytes: float) -> float:
         found = collective_s(cluster, "all_gather", size_bytes, group)
-        return found + size_bytes / group.ranks / cluster.host.best if offloaded else found
+        return found + size_bytes / group.ranks / cluster.host.rate if offloaded else found
 
     gather, again = gather_s(forward.unit_bytes), gather_s(backward.unit_bytes)
     all_gathers = forward.units * gather + backward.units * again
@@ -272,7 +272,7 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime
         sent = size * (1 if recipe.offload == "parameters" else 2)
         rate = min(_RANK_MEMORY, _HOST_MEMORY / cluster.gpus_per_host)
         products = flops / (_HOST_FLOPS * rate / _HOST_MEMORY)
-        return stepped * (sent / cluster.host.best + _OFFLOADED / rate) + products
+        return stepped * (sent / cluster.host.rate + _OFFLOADED / rate) + products
     products = flops / (cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained)
     return stream_s(cluster.gpu, moved) + products
 
