@@ -101,7 +101,7 @@ def test_of_our_model_it_is_what_autograd_saves(autocast: bool) -> None:
     planned = from_shape("small", shape)
     expected = whole_layer(planned, Parallel(), recipe, IMECE_CPU).total
     if autocast:
-        expected += 2 * held(Setup(planned, Parallel(), recipe), 0, IMECE_CPU).products
+        expected += 2 * held(Setup(planned, Parallel(), recipe), 0, IMECE_CPU.stages).products
     assert counted == pytest.approx(expected, rel=0.01)
 
 

@@ -205,7 +205,7 @@ def test_what_eight_bits_adapters_and_the_host_save() -> None:
     lora, qlora = of(adapters="lora"), of(adapters="qlora")
     assert 2 * N < lora.parameters < 2.02 * N  # frozen in bf16; nothing else of them is kept
     assert lora.gradients + lora.optimizer + lora.masters < 0.1 * N
-    matrices = 32 * held(Setup(MODEL, Parallel(), Recipe(4096)), 0, NANOTRON).products
+    matrices = 32 * held(Setup(MODEL, Parallel(), Recipe(4096)), 0, NANOTRON.stages).products
     assert qlora.parameters == pytest.approx(lora.parameters - matrices * (2 - 0.5159), rel=1e-3)
     assert qlora.gathered > 0  # a matrix is unpacked to be multiplied with
     divided, scales = of("zero3", 8, adapters="qlora"), matrices * 0.0159
@@ -307,7 +307,7 @@ def test_fsdp_deals_masters_and_gathers_units_in_fewer_bits() -> None:
         assert found.parameters == 0  # of what is dealt, the masters are all there is
         states = found.gradients + found.optimizer + found.masters
         assert states / N == pytest.approx(16 / d, rel=1e-3)
-        unit = held(setup, 0, framework).layer
+        unit = held(setup, 0, framework.stages).layer
         assert found.gathered == pytest.approx(2 * (3 * unit + 2 * MODEL.table_parameters), rel=1e-3)
     pure = replace(setup, recipe=replace(setup.recipe, precision=Precision(2, 2, 0, 0, 2, 2)))
     assert memory(pure, framework=LLM_FOUNDRY).parameters == pytest.approx(2 * N / d, rel=1e-3)
@@ -380,7 +380,8 @@ def test_stages_by_cost_have_all_layers_and_count_the_head() -> None:
             assert len(counts) == pipeline and sum(counts) == model.layers
             assert counts[0] >= counts[-1]
     cut = Setup(MODEL, Parallel(pipeline=4), Recipe(2048))
-    assert sum(held(cut, stage, NANOTRON).total for stage in range(4)) == MODEL.parameters  # no table twice
+    parts = [held(cut, stage, NANOTRON.stages) for stage in range(4)]
+    assert sum(part.total for part in parts) == MODEL.parameters  # no table twice
     large = Setup(find_model("llama-405b"), Parallel(pipeline=16), Recipe(2048))
     assert stage_layers(large, MEGATRON.stages)[0] == 8
 

@@ -27,7 +27,7 @@ from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION
 from imece.plan.hardware import Cluster, find_cluster
 from imece.plan.here import kept_cluster
-from imece.plan.memory.held import adapter_parameters, held
+from imece.plan.memory.held import held
 from imece.plan.memory.memory import counted_bytes, scale_bytes
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model, from_shape
@@ -231,7 +231,7 @@ def _rank_on_all(lora: LoraSection, shape: LanguageConfig, model: Model) -> floa
         return 1
     chosen = (matrices_of(shape)[name] for name in targets_of(lora, shape))
     sides = sum(matrix.rows + matrix.columns for matrix in chosen)
-    return lora.rank * sides / (model.layers * adapter_parameters(model, 1))
+    return lora.rank * sides / (model.layers * model.adapter_parameters)
 
 
 def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
@@ -246,8 +246,8 @@ def _mapped(setup: Setup, cluster: Cluster, copies: bool) -> int:
         framework = framework_on(cluster, parallel)
         parameters, numbers = counted["parameters"], float(model.parameters)
         if setup.recipe.adapters != "none":
-            numbers = model.layers * adapter_parameters(model, setup.recipe.adapter_rank)
-            scales = scale_bytes(setup, held(setup, 0, framework))
+            numbers = model.layers * setup.recipe.adapter_rank * model.adapter_parameters
+            scales = scale_bytes(setup, held(setup, 0, framework.stages))
             divides = DIVIDED[parallel.strategy].parameters
             parameters = parameters - scales if divides else 4.0 * numbers
             still = parameters - 4 * numbers / parallel.shard if divides and framework.gathers else 0.0

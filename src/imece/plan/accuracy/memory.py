@@ -64,7 +64,7 @@ def korthikanti(own: Table | None = None) -> list[Row]:
     rows = []
     for r in (own or read("korthikanti_memory")).rows:
         setup = _of_paper(r)
-        held_ = held(setup, 0, PAPER)
+        held_ = held(setup, 0, PAPER.stages)
         states = 18 * held_.layers * held_.products / GIB  # the paper's 18 bytes, for matrices only
         of = {key: _activations(setup, *how) for key, how in _WAYS.items()}
         found = {
@@ -99,7 +99,7 @@ def _of_paper(r: Mapping[str, str]) -> Setup:
 def _activations(setup: Setup, sequence: bool, recompute: Recomputation) -> float:
     parallel = replace(setup.parallel, sequence=sequence)
     recipe = replace(setup.recipe, recompute=recompute)
-    layers = held(setup, 0, PAPER).layers
+    layers = held(setup, 0, PAPER.stages).layers
     kept = kept_layer(setup.model, parallel, recipe, PAPER)
     return kept.total * layers_in_flight(layers, parallel, recipe, 0)
 

@@ -11,7 +11,7 @@ from imece.footprint import DIVIDED
 from imece.plan.answer.space import Question, setups
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE, IMECE_CPU, IMECE_HOSTS, Framework
-from imece.plan.memory.held import trained_elements
+from imece.plan.memory.held import held, trained_elements
 from imece.plan.memory.memory import Memory, memory
 from imece.plan.setup import Parallel, Recomputation, Setup
 from imece.plan.speed.step_time import StepTime, step_time
@@ -196,10 +196,8 @@ def usual_buckets(setup: Setup, cluster: Cluster) -> set[int]:
     if not divides.optimizer or on_cpu:
         return {default_cap_bytes(on_cpu=on_cpu, over_hosts=over_hosts, borrows=divides.gradients)}
     size = setup.recipe.precision.parameters
-    return {
-        default_cap_bytes(gradients_bytes=int(size * trained_elements(setup, stage, framework)))
-        for stage in range(parallel.pipeline)
-    }
+    parts = (held(setup, stage, framework.stages) for stage in range(parallel.pipeline))
+    return {default_cap_bytes(gradients_bytes=int(size * trained_elements(setup, part))) for part in parts}
 
 
 def with_usual_buckets(setup: Setup, cluster: Cluster) -> Setup:

@@ -13,7 +13,7 @@ from imece.plan.answer.space import Question
 from imece.plan.answer.words import device, gb, title
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE
-from imece.plan.memory.held import adapter_parameters, held
+from imece.plan.memory.held import held
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.setup import Parallel, Recipe, Setup
 
@@ -72,7 +72,7 @@ def ways(question: Question, gpus: Sequence[str], find: Find, here: bool = False
 def state_arithmetic(question: Question) -> str:
     """ "2 + 2 + 4 + 4 + 4 = 16 bytes a parameter x 70.6B = 1,129 GB; 8 GPUs have 684 GB"."""
     precision, model, cluster = question.precision, question.model, question.cluster
-    part = held(Setup(model, Parallel(), Recipe(question.seq)), 0, IMECE)
+    part = held(Setup(model, Parallel(), Recipe(question.seq)), 0, IMECE.stages)
     in_layers = part.layers * part.products / part.total  # matrices' share of the parameters
     # AdamW has two moments, SGD one, Muon one for matrices.
     moments = {"sgd": [1.0], "muon": [2 - in_layers]}.get(question.optimizer, [1.0, 1.0])
@@ -85,7 +85,7 @@ def state_arithmetic(question: Question) -> str:
         frozen = float(precision.parameters)
         if question.adapters == "qlora":
             frozen += in_layers * (FOUR_BIT - frozen)
-        trained = model.layers * adapter_parameters(model, question.adapter_rank)
+        trained = model.layers * question.adapter_rank * model.adapter_parameters
         state = f"{frozen:.2g} bytes a frozen parameter x {si(model.parameters)}, and {added} each "
         state += f"for {si(trained)} of adapters"
         whole = frozen * model.parameters + each * trained

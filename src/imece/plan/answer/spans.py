@@ -90,7 +90,7 @@ def _last_micro_batch(setup: Setup, cluster: Cluster, stage: StageTime) -> Itera
         if drawn[-1].stop_s > now:
             yield Span("computing", "exposed: gradients", now, drawn[-1].stop_s)
             now = drawn[-1].stop_s
-    stepped = now + optimizer_s(setup, cluster, IMECE, stage)
+    stepped = now + optimizer_s(setup, cluster, IMECE)
     yield Span("computing", "optimizer", now, stepped)
     if after:
         begin = stepped + exposed

@@ -69,7 +69,7 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     mlp = _mlp(model, count, recipe, framework) / tensor
     adapters = 0.0
     if recipe.adapters != "none":
-        matrices = 4 + (3 if model.gated else 2) * max(1, model.active_experts)
+        matrices = len(model.attention) + len(model.mlp) * max(1, model.active_experts)
         adapters = count * matrices * recipe.adapter_rank * size
     return Layer(norms, inputs, attention, scores, mlp, dropout, adapters)
 

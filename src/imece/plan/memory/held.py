@@ -70,7 +70,8 @@ def _stage_layers(
         return (math.ceil(model.layers / (pipeline * chunks)) * chunks,) * pipeline
     if stages == "dealt":
         return _dealt_layers(model, tensor, pipeline, chunks, seq)
-    share = (model.layers + model.table_parameters / _products(model)) / pipeline  # in units of layers
+    layer = model.layer_parameters - model.whole_vectors
+    share = (model.layers + model.table_parameters / layer) / pipeline  # in units of layers
     ends = [min(math.ceil(stage * share - 1e-9), model.layers) for stage in range(pipeline + 1)]
     return tuple(after - before for before, after in itertools.pairwise(ends))
 
@@ -78,8 +79,7 @@ def _stage_layers(
 def _dealt_layers(model: Model, tensor: int, pipeline: int, chunks: int, seq: int) -> tuple[int, ...]:
     """As imece.Pipeline deals them, which has its pieces' costs from model_parallel/cutting.py. All layers
     cost the same here, also where some have a window."""
-    vectors = _vectors(model)
-    parameters = (model.layer_parameters - vectors) / tensor + vectors
+    parameters = (model.layer_parameters - model.whole_vectors) / tensor + model.whole_vectors
     seen = seq - model.windowed * max(0, seq - model.window)
     layer = layer_cost(parameters, model.q_width / tensor, seen)
     head = model.table_parameters / model.table_parts(tensor)
@@ -88,21 +88,17 @@ def _dealt_layers(model: Model, tensor: int, pipeline: int, chunks: int, seq: in
     return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
 
 
-def held(setup: Setup, stage: int, framework: Framework) -> Held:
+def held(setup: Setup, stage: int, stages: Stages) -> Held:
     """What `stage` holds. The embedding is on the first stage and a separate head on the last, even if they
     are tied."""
     parallel = setup.parallel
-    layers = stage_layers(setup, framework.stages)[stage]
+    layers = stage_layers(setup, stages)[stage]
     return _held(setup.model, parallel.tensor, parallel.pipeline, parallel.expert, layers, stage)
 
 
 @functools.lru_cache(maxsize=4096)
 def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, stage: int) -> Held:
-    vectors = _vectors(model)
-    one = _expert(model)
-    experts = model.experts * one
-    router = model.experts * model.width
-    matrices = model.layer_parameters - vectors - experts - router
+    experts = model.experts * model.expert_parameters
     table = model.table_parameters / model.table_parts(tensor)
     first, last = stage == 0, stage == pipeline - 1
     if pipeline == 1:
@@ -113,30 +109,23 @@ def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, st
     rest = (model.other_parameters - positions) * last + positions * first
     return Held(
         layers=layers,
-        layer=matrices / tensor + vectors + router,
+        layer=(model.products - experts) / tensor + model.whole_vectors + model.experts * model.width,
         experts=experts / tensor / expert,
         tables=tables,
         rest=rest,
-        products=(matrices + experts) / tensor,
+        products=model.products / tensor,
         embeds=first,
         heads=last,
     )
 
 
-def adapter_parameters(model: Model, rank: float) -> float:
-    """Parameters of low-rank adapters on every matrix of a layer."""
-    query, key = model.q_width, model.kv_width
-    sides = 2 * (model.width + query) + 2 * (model.width + key)
-    mlp = (3 if model.gated else 2) * (model.width + model.mlp_width)
-    return rank * (sides + mlp * max(1, model.experts))
-
-
-def trained_elements(setup: Setup, stage: int, framework: Framework) -> float:
-    """Trained elements on one rank of `stage`, before data parallelism shards anything."""
-    part, recipe = held(setup, stage, framework), setup.recipe
+def trained_elements(setup: Setup, part: Held) -> float:
+    """The elements of `part` that are trained: all, or its adapters'."""
+    recipe = setup.recipe
     if recipe.adapters == "none":
         return part.total
-    return part.layers * adapter_parameters(setup.model, recipe.adapter_rank) / setup.parallel.tensor
+    of_layer = recipe.adapter_rank * setup.model.adapter_parameters
+    return part.layers * of_layer / setup.parallel.tensor
 
 
 def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framework: Framework) -> Sizes:
@@ -163,7 +152,8 @@ def sizes(model: Model, parallel: Parallel, recipe: Recipe, part: Held, framewor
     if by_unit:
         grown = root + largest * framework.grown_units
     elif divides.gradients:
-        bucket = max(recipe.bucket_bytes / itemsize, _largest(model, part) / parallel.tensor)
+        largest = max(model.largest_matrix, model.table_parameters if part.tables else 0)
+        bucket = max(recipe.bucket_bytes / itemsize, largest / parallel.tensor)
         grown = min(part.total, max(1, framework.grown_units) * bucket)
     whole = root + framework.units_at_once * largest if by_unit else 0.0
     return Sizes(part.dense, part.dense / parallel.shard, grown, whole)
@@ -178,12 +168,6 @@ def expert_sizes(parallel: Parallel, part: Held, framework: Framework) -> Sizes:
     return Sizes(
         whole, whole / shard, part.experts * framework.grown_units, part.experts * framework.units_at_once
     )
-
-
-def _largest(model: Model, part: Held) -> int:
-    """Elements of the largest tensor: no bucket is smaller."""
-    layer = model.width * max(model.mlp_width, model.q_width)
-    return max(layer, model.table_parameters if part.tables else 0)
 
 
 @dataclass(frozen=True)
@@ -262,46 +246,17 @@ def _laid(
 
 
 def _layer_items(model: Model, tensor: int) -> list[tuple[str, tuple[int, ...]]]:
-    query, key, inner = model.q_width // tensor, model.kv_width // tensor, model.mlp_width // tensor
-    matrices = [
-        ("attention.q", query, model.width), ("attention.k", key, model.width),
-        ("attention.v", key, model.width), ("attention.out", model.width, query),
-    ]  # fmt: skip
-    mlp = [("mlp.gate", inner, model.width)] if model.gated else []
-    mlp += [("mlp.up", inner, model.width), ("mlp.down", model.width, inner)]
-    found: list[tuple[str, tuple[int, ...]]] = []
-    if model.vectors is not None:
-        vectors = [("vectors", (model.vectors,))] if model.vectors else []
-        return [*vectors, *((f"{name}.weight", (rows, columns)) for name, rows, columns in matrices + mlp)]
-    for norm, group in (("attention.norm", matrices), ("mlp.norm", mlp)):
-        found += [(f"{norm}.{name}", (model.width,)) for name in _norm_names(model)]
-        for name, rows, columns in group:
-            found.append((f"{name}.weight", (rows, columns)))
-            if model.biases:
-                found.append((f"{name}.bias", (rows,)))
+    plain = model.vectors is None
+    found: list[tuple[str, tuple[int, ...]]] = [] if not model.vectors else [("vectors", (model.vectors,))]
+    for part, matrices in (("attention", model.attention), ("mlp", model.mlp)):
+        found += [(f"{part}.norm.{name}", (model.width,)) for name in _norm_names(model) if plain]
+        for each in matrices:
+            rows, columns = each.part(tensor)
+            found.append((f"{each.name}.weight", (rows, columns)))
+            if plain and model.biases:
+                found.append((f"{each.name}.bias", (rows,)))
     return found
 
 
 def _norm_names(model: Model) -> list[str]:
     return ["weight", "bias"] if model.norm == "layer" and model.biases else ["weight"]
-
-
-def _vectors(model: Model) -> int:
-    """Elements of one layer's norms and residual biases, which every rank has whole."""
-    if model.vectors is not None:
-        return model.vectors
-    norms = model.norms * model.norm_parameters
-    return norms + (model.width * (1 if model.experts else 2) if model.biases else 0)
-
-
-def _expert(model: Model) -> int:
-    """Elements of one expert; 0 without experts."""
-    if not model.experts:
-        return 0
-    biases = (2 if model.gated else 1) * model.mlp_width + model.width if model.biases else 0
-    return (3 if model.gated else 2) * model.width * model.mlp_width + biases
-
-
-def _products(model: Model) -> int:
-    """Elements of a layer's matrices."""
-    return model.layer_parameters - _vectors(model)

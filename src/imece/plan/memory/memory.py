@@ -9,7 +9,7 @@ from imece.footprint import DIVIDED, Footprint, Sizes, footprint
 from imece.models.dealing import MOST_SENT
 from imece.plan.memory.activations import kept_layer, layers_in_flight, of_residual, tokens, working_bytes
 from imece.plan.memory.frameworks import IMECE, TORCH_LOSS_BYTES, Framework
-from imece.plan.memory.held import Held, adapter_parameters, expert_sizes, held, sizes, stage_layers
+from imece.plan.memory.held import Held, expert_sizes, held, sizes, stage_layers, trained_elements
 from imece.plan.memory.waiting import waiting_bytes
 from imece.plan.setup import Parallel, Recipe, Setup
 
@@ -118,7 +118,7 @@ def more_with_torchs_loss(setup: Setup, framework: Framework = IMECE) -> int:
 
 def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     model, parallel, recipe = setup.model, setup.parallel, setup.recipe
-    part = held(setup, stage, framework)
+    part = held(setup, stage, framework.stages)
     notes: tuple[str, ...] = ()
     if recipe.adapters == "none":
         dealt = sizes(model, parallel, recipe, part, framework)
@@ -224,8 +224,8 @@ def _with_adapters(setup: Setup, part: Held, framework: Framework) -> _States:
     divides, size = DIVIDED[parallel.strategy], recipe.precision.parameters
     scales, in_codes = scale_bytes(setup, part), part.products * (recipe.adapters == "qlora")
     plain = (part.total - part.layers * in_codes) * size + part.layers * in_codes * _CODE
-    of_layer = adapter_parameters(model, recipe.adapter_rank) / parallel.tensor
-    trained, gathered, units = part.layers * of_layer, 0.0, 0
+    trained, gathered, units = trained_elements(setup, part), 0.0, 0
+    of_layer = trained / max(1, part.layers)
     if divides.parameters:
         if framework.gathers:
             units = min(framework.units_at_once, part.layers)

@@ -6,12 +6,34 @@ biases, LayerNorm, ungated MLPs and experts.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from imece.models.shape import TransformerConfig
 
 Norm = Literal["rms", "layer"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weight of a linear layer, [rows, columns]. A fused one is in place of several that read the
+    same."""
+
+    name: str  # of its module
+    rows: int  # channels that it makes
+    columns: int  # channels that it reads
+    reads_residual: bool  # ranks that divide the layer have parts of its rows; of others' columns
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    def part(self, tensor: int) -> tuple[int, int]:
+        """(rows, columns) of the largest of `tensor` parts."""
+        if self.reads_residual:
+            return -(-self.rows // tensor), self.columns
+        return self.rows, -(-self.columns // tensor)
 
 
 @dataclass(frozen=True)
@@ -71,27 +93,72 @@ class Model:
         """Width of all keys together, and of all values."""
         return self.kv_heads * self.head_width
 
+    @functools.cached_property
+    def attention(self) -> tuple[Matrix, ...]:
+        """A layer's matrices of attention, in the order of their modules."""
+        query, key = self.q_width, self.kv_width
+        if self.fused_queries:
+            return self._in_and_out("attention", {"qkv": query + 2 * key}, "out", query)
+        return self._in_and_out("attention", {"q": query, "k": key, "v": key}, "out", query)
+
+    @functools.cached_property
+    def mlp(self) -> tuple[Matrix, ...]:
+        """The same of its MLP, or of one expert."""
+        inner = self.mlp_width
+        made = {"gate": inner, "up": inner} if self.gated else {"up": inner}
+        if self.fused_gate:
+            made = {"gate_up": 2 * inner}
+        return self._in_and_out("mlp", made, "down", inner)
+
+    def _in_and_out(self, part: str, made: dict[str, int], last: str, inner: int) -> tuple[Matrix, ...]:
+        reading = (Matrix(f"{part}.{name}", rows, self.width, True) for name, rows in made.items())
+        return (*reading, Matrix(f"{part}.{last}", self.width, inner, False))
+
+    @functools.cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of an MLP, or of one expert, with the biases that go where its matrices go."""
+        found = sum(each.numel for each in self.mlp)
+        if self._has_plain_biases:
+            found += sum(each.rows for each in self.mlp if each.reads_residual or self.experts)
+        return found
+
+    @functools.cached_property
+    def products(self) -> int:
+        """Elements of a layer's matrices, of all experts, with those biases; its router is left out."""
+        found = sum(each.numel for each in self.attention) + max(1, self.experts) * self.expert_parameters
+        if self._has_plain_biases:
+            found += sum(each.rows for each in self.attention if each.reads_residual)
+        return found
+
+    @functools.cached_property
+    def whole_vectors(self) -> int:
+        """Elements of a layer's norms and biases that ranks which divide it have whole."""
+        if self.vectors is not None:
+            return self.vectors
+        summed = self.width * (1 if self.experts else 2) if self.biases else 0
+        return self.norms * self.norm_parameters + summed
+
     @property
-    def largest_matrix(self) -> int:
-        """Elements of the largest matrix of a layer; an expert's counts alone."""
-        queries = self.q_width + 2 * self.kv_width * self.fused_queries
-        return self.width * max(queries, self.mlp_width * (1 + self.fused_gate))
+    def _has_plain_biases(self) -> bool:
+        return self.biases and self.vectors is None
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one block, including all its experts."""
-        attention = 2 * self.width * (self.q_width + self.kv_width)
-        mlp = (3 if self.gated else 2) * self.width * self.mlp_width
-        if self.vectors is not None:
-            vectors = self.vectors
-        else:
-            vectors = self.norms * self.norm_parameters
-            if self.biases:
-                vectors += self.q_width + 2 * self.kv_width + self.width
-                mlp += (2 if self.gated else 1) * self.mlp_width + self.width
-        if self.experts:
-            mlp = self.experts * mlp + self.experts * self.width
-        return attention + mlp + vectors
+        return self.products + self.experts * self.width + self.whole_vectors
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest matrix of a layer; an expert's counts alone."""
+        return max(each.numel for each in (*self.attention, *self.mlp))
+
+    @functools.cached_property
+    def adapter_parameters(self) -> int:
+        """Parameters of adapters of rank 1 beside every matrix of a layer."""
+        attention, mlp = (
+            sum(each.rows + each.columns for each in matrices) for matrices in (self.attention, self.mlp)
+        )
+        return attention + max(1, self.experts) * mlp
 
     def with_vectors(self, vectors: int, others: int) -> Model:
         """The same model with these numbers. None stays if `norm` and `biases` imply the same: only then can

@@ -129,7 +129,7 @@ def layer_time(
     weights = sum(product_s(gpu, k, n, m, read, times) for m, n, k, times in shapes)
     cast = (0.0, 0.0)
     if recipe.precision.fp8:
-        cast = _cast_s(gpu, recipe, shapes, (3, 2 if model.gated else 1, 1, 1))
+        cast = _cast_s(gpu, recipe, shapes, (len(model.attention) - 1, len(model.mlp) - 1, 1, 1))
     moved = _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp) * size
     if model.experts:  # inputs are sorted by expert; outputs are read and added
         moved += 3 * through * model.width * size
@@ -137,10 +137,9 @@ def layer_time(
     core, core_backward = _core(gpu, model, manner, recipe, context, heads)
     thin = 0.0
     if recipe.adapters != "none":
-        # Queries, keys and values have separate adapters; so have gate and up.
-        alone = [(tokens, n, model.width, 1) for n in (query, both // 2, both // 2)]
-        alone += (2 if model.gated else 1) * [(each, mlp, model.width, at_work)]
-        thin = _thin_s(gpu, recipe, [*alone, *shapes[2:]])
+        alone = [(tokens, *matrix.part(tensor), 1) for matrix in model.attention]
+        alone += [(each, *matrix.part(tensor), at_work) for matrix in model.mlp]
+        thin = _thin_s(gpu, recipe, alone)
     return LayerTime(
         forward=forward + around + core + thin + cast[0],
         inputs=sum(inputs) + 2 * around + core_backward + 2 * thin + cast[1],
@@ -246,8 +245,7 @@ def flops_a_token(model: Model, seq: int, frozen: bool = False) -> float:
     """
     active = model.parameters
     if model.experts:
-        one = (3 if model.gated else 2) * model.width * model.mlp_width
-        active -= model.layers * (model.experts - model.active_experts) * one
+        active -= model.layers * (model.experts - model.active_experts) * model.expert_parameters
     heads = model.q_width * model.scores_part(seq)
     return (4 if frozen else 6) * active + 12 * model.layers * heads * seq
 

@@ -35,7 +35,6 @@ class StageTime:
     sends: float  # to the neighbours, exposed
     all_stages: float  # sum of all this over all stages: one micro-batch from end to end
     layers: int
-    first_layers: int  # of the first stage
 
     @property
     def compute(self) -> float:
@@ -73,7 +72,7 @@ def _stage_time(
     manner: Manner,
     recipe: Recipe,
     key: tuple[int, bool, int, int, int, int],
-    layers: tuple[int, int, int],
+    layers: tuple[int, int],
 ) -> StageTime:
     tensor, sequence, context, pipeline, interleave, stride = key
     several_hosts = stride * pipeline > cluster.gpus_per_host
@@ -96,7 +95,7 @@ def _stage_time(
     host = _layer_host_s(manner, recipe, talk.calls)
     if manner.spread_host_s and several_hosts and tensor > 1:
         host += manner.spread_host_s * tensor * along(cluster, tensor, 1).hosts ** 0.5
-    (first, most, last), rest = layers, model.layers - layers[-1]
+    (most, last), rest = layers, model.layers - layers[-1]
     ring = _ring(cluster, model, manner, recipe, context, tensor, layer)
     device = layer_work + again + talk.exposed + ring.exposed
     waits = max(0.0, most * host - most * device)
@@ -124,7 +123,6 @@ def _stage_time(
         sends=sends * interleave + late if pipeline > 1 else 0.0,
         all_stages=rest * device + (pipeline - 1) * waits + end + all_sends + late * (pipeline + 1) / 2,
         layers=count,
-        first_layers=first,
     )
 
 
@@ -150,22 +148,10 @@ def added_bytes(recipe: Recipe) -> float:
     return 3 * precision.gradients if recipe.accumulation > 1 else 0.0
 
 
-def stages(setup: Setup, manner: Manner) -> tuple[int, int, int]:
-    """Layers of the first stage; of the largest but the last; and of the last, which has the head."""
-    model, pipeline = setup.model, setup.parallel.pipeline
-    if pipeline == 1:
-        return model.layers, 0, model.layers
-    if manner.stages == "dealt":
-        first, *others, last = stage_layers(setup, manner.stages)
-        return first, max([first, *others]), last
-    if manner.stages == "even":
-        most = -(-model.layers // pipeline)
-        last = max(0, model.layers - most * (pipeline - 1))
-        return most, most, last
-    head = model.table_parameters / model.layer_parameters
-    last = max(0, round((model.layers + head) / pipeline - head))
-    most = -(-(model.layers - last) // (pipeline - 1))
-    return max(most, last), most, last
+def stages(setup: Setup, manner: Manner) -> tuple[int, int]:
+    """Layers of the largest stage but the last, and of the last, which has the head."""
+    dealt = stage_layers(setup, manner.stages)
+    return max(dealt[:-1], default=0), dealt[-1]
 
 
 def messages(pipeline: int) -> int:

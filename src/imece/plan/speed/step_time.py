@@ -56,7 +56,7 @@ def step_time(setup: Setup, cluster: Cluster, manner: Manner = IMECE) -> StepTim
     }
     bubble = (stage.all_stages - stage.total) / parallel.interleave if parallel.pipeline > 1 else 0.0
     bubble = max(0.0, bubble)
-    optimizer = optimizer_s(setup, cluster, manner, stage)
+    optimizer = optimizer_s(setup, cluster, manner)
     working = steps * (stage.compute + stage.waiting)
     total = working + sum(exposed.values()) + bubble + optimizer + manner.step_s
     per_s = setup.tokens_a_step / total

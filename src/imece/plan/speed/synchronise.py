@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from imece.footprint import DIVIDED
 from imece.plan.hardware import Cluster
-from imece.plan.memory.held import adapter_parameters
+from imece.plan.memory.held import Held, held, trained_elements
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.setup import WIRE_BYTES, Recipe, Setup
 from imece.plan.speed.communication import Group, Op, along, busy_s, collective_s
@@ -32,34 +32,24 @@ class Synchronisation:
     hidden: float
 
 
-def trained_parameters(setup: Setup, stage: StageTime) -> float:
-    """Of `held_parameters`, those that are trained."""
-    model, recipe = setup.model, setup.recipe
-    if recipe.adapters != "none":
-        return stage.first_layers * adapter_parameters(model, recipe.adapter_rank) / setup.parallel.tensor
-    return held_parameters(setup, stage)
+def first_stage(setup: Setup, manner: Manner) -> Held:
+    """What a tensor rank of the first stage holds. Its backward ends last, so the step waits for its
+    gradients, whichever stage computes longest."""
+    return held(setup, 0, manner.stages)
 
 
-def held_parameters(setup: Setup, stage: StageTime) -> float:
-    """Parameters on one tensor rank of the first stage, before data parallelism shards them.
-
-    Its backward ends last, so the step waits for its gradients, whichever stage computes longest.
-    """
-    model = setup.model
-    tables = model.table_parameters + model.other_parameters
-    if setup.parallel.pipeline == 1 and not model.tied_head:
-        tables += model.table_parameters
-    return (stage.first_layers * model.layer_parameters + tables) / setup.parallel.tensor
+def trained_parameters(setup: Setup, manner: Manner) -> float:
+    """Trained parameters of `first_stage`, before data parallelism shards them."""
+    return trained_elements(setup, first_stage(setup, manner))
 
 
-def _held_bytes(setup: Setup, stage: StageTime, in_fp8: bool = False) -> tuple[float, float]:
-    """(bytes of all, bytes of one layer) of `held_parameters`, as they lie in memory and are gathered.
+def _held_bytes(setup: Setup, part: Held, in_fp8: bool) -> tuple[float, float]:
+    """(bytes of all parameters of `part`, bytes of one layer), as they lie in memory and are gathered.
     in_fp8: layers as they are multiplied."""
-    held, size = held_parameters(setup, stage), setup.recipe.precision.parameters
+    size = setup.recipe.precision.parameters
     in_layers = FOUR_BIT if setup.recipe.adapters == "qlora" else 1 if in_fp8 else size
-    layer = setup.model.layer_parameters / setup.parallel.tensor
-    rest = held - stage.first_layers * layer
-    return stage.first_layers * layer * in_layers + rest * size, layer * in_layers
+    layer = (part.layer + part.experts) * in_layers
+    return part.layers * layer + (part.tables + part.rest) * size, layer
 
 
 class _Gathers(NamedTuple):
@@ -69,13 +59,12 @@ class _Gathers(NamedTuple):
     unit_bytes: float
 
 
-def _gathers(
-    setup: Setup, manner: Manner, stage: StageTime, in_fp8: bool = False
-) -> tuple[_Gathers, _Gathers]:
+def _gathers(setup: Setup, manner: Manner, in_fp8: bool = False) -> tuple[_Gathers, _Gathers]:
     """(in forward, in backward). In forward the root is assumed to come in equal parts with the layers."""
-    units = max(1, stage.first_layers)
-    held, layer = _held_bytes(setup, stage, in_fp8)
-    forward = _Gathers(units, held / units)
+    part = first_stage(setup, manner)
+    units = max(1, part.layers)
+    whole, layer = _held_bytes(setup, part, in_fp8)
+    forward = _Gathers(units, whole / units)
     if not manner.kept_units:
         return forward, forward
     return forward, _Gathers(units - min(manner.kept_units, units), layer)
@@ -125,7 +114,7 @@ def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: Sta
         ours = _sharded(setup, cluster, manner, stage, inside if parallel.strategy == "hybrid" else whole)
     if parallel.strategy == "zero3" or across.ranks == 1:
         return ours
-    share = trained_parameters(setup, stage) * _each_gradient(setup.recipe) / parallel.shard
+    share = trained_parameters(setup, manner) * _each_gradient(setup.recipe) / parallel.shard
     exposed, hidden = _bucketed(setup, cluster, manner, stage, share, across, "all_reduce")
     return Synchronisation(ours.gradients + exposed, ours.parameters, ours.hidden + hidden)
 
@@ -137,10 +126,10 @@ def _parts(setup: Setup) -> int:
     return parallel.shard if parallel.is_hybrid else parallel.peers
 
 
-def _gradient_bytes(setup: Setup, stage: StageTime) -> float:
+def _gradient_bytes(setup: Setup, manner: Manner) -> float:
     """On their way among the ranks that shard, or all of them."""
     recipe = replace(setup.recipe, wire=None) if setup.parallel.is_hybrid else setup.recipe
-    return trained_parameters(setup, stage) * _each_gradient(recipe)
+    return trained_parameters(setup, manner) * _each_gradient(recipe)
 
 
 def _each_gradient(recipe: Recipe) -> float:
@@ -161,7 +150,7 @@ def _replicated(
     setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime, group: Group
 ) -> Synchronisation:
     exposed, hidden = _bucketed(
-        setup, cluster, manner, stage, _gradient_bytes(setup, stage), group, "all_reduce"
+        setup, cluster, manner, stage, _gradient_bytes(setup, manner), group, "all_reduce"
     )
     return Synchronisation(exposed, 0.0, hidden)
 
@@ -175,7 +164,7 @@ def _bucketed(
         return 0.0, 0.0
     if not manner.overlap_gradients:
         return collective_s(cluster, op, size_bytes, group), 0.0
-    late_bytes = size_bytes * _tied_parameters(setup) / trained_parameters(setup, stage)
+    late_bytes = size_bytes * _tied_parameters(setup) / trained_parameters(setup, manner)
     late = collective_s(cluster, op, late_bytes, group) if late_bytes else 0.0
     size_bytes -= late_bytes
     pieces = max(1, math.ceil(size_bytes / setup.recipe.bucket_bytes))
@@ -199,13 +188,13 @@ def _stepped_in_parts(
     """ZeRO-1 and 2: gradients are reduced to shards, parameters gathered once, after the step."""
     if group.ranks == 1:
         return Synchronisation(0.0, 0.0, 0.0)
-    size = _gradient_bytes(setup, stage)
+    size = _gradient_bytes(setup, manner)
     exposed, hidden = _bucketed(setup, cluster, manner, stage, size, group, "reduce_scatter")
     exposed, hidden = exposed * reductions(setup), hidden * reductions(setup)
-    held = trained_parameters(setup, stage) * setup.recipe.precision.parameters
+    held = trained_parameters(setup, manner) * setup.recipe.precision.parameters
     if not manner.overlap_gathers:
         return Synchronisation(exposed, collective_s(cluster, "all_gather", held, group), hidden)
-    units = max(1, stage.first_layers)
+    units = max(1, first_stage(setup, manner).layers)
     one = collective_s(cluster, "all_gather", held / units, group)
     exposed_gathers = exposed_before(stage.forward_lasts, units, one)
     busy = units * busy_s(cluster, "all_gather", held / units, group)
@@ -221,8 +210,8 @@ def _sharded(
     if group.ranks == 1 and not offloaded:
         return Synchronisation(0.0, 0.0, 0.0)
     in_fp8 = setup.recipe.precision.fp8 and manner.gathers_fp8
-    forward, backward = _gathers(setup, manner, stage, in_fp8)
-    units, gradients = forward.units, _gradient_bytes(setup, stage) / forward.units
+    forward, backward = _gathers(setup, manner, in_fp8)
+    units, gradients = forward.units, _gradient_bytes(setup, manner) / forward.units
 
     def gather_s(size_bytes: float) -> float:
         found = collective_s(cluster, "all_gather", size_bytes, group)
@@ -260,10 +249,10 @@ def _sharded(
     )
 
 
-def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner, stage: StageTime) -> float:
+def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner) -> float:
     """Seconds to step the parameters that a rank steps: all that it holds, or its shard."""
     recipe = setup.recipe
-    stepped = trained_parameters(setup, stage) / _parts(setup)
+    stepped = trained_parameters(setup, manner) / _parts(setup)
     moved = stepped * manner.optimizer_bytes * _MOVED[recipe.optimizer]
     # Muon multiplies each matrix with its square five times, twice each.
     flops = stepped * setup.model.width * _MUON_FLOPS if recipe.optimizer == "muon" else 0.0
