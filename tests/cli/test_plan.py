@@ -639,6 +639,7 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 8xH10", "did you mean H100"),
         ("7B --gpus 0xH100", "at least 1"),
         ("7B --gpus 1001xH100", "not whole hosts of 8"),
+        ("7B --gpus 100xGB200", "not whole hosts of 72"),
         ("7B --gpus 80000000000xH100", "10000000000 hosts: at least 1, and at most a million"),
         ("7B --gpus 8xH100 --hosts -2", "--hosts is -2: at least 1"),
         ("7B --gpus 8xH100 --network tokenring", "is unknown: there are infiniband-ndr"),

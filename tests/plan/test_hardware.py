@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imece.errors import UserError
-from imece.plan.hardware import find_cluster, find_gpu, find_network, gpu_names, parse_gpus
+from imece.plan.hardware import find_cluster, find_gpu, find_network, gpu_names, gpus_of_a_host, parse_gpus
 
 
 @pytest.mark.parametrize("name", gpu_names())
@@ -45,7 +45,7 @@ def test_the_network_of_each_generation() -> None:
     assert (found["A100-80"], found["A100-40"], found["L40S"], found["V100"]) == (25e9, 25e9, 25e9, 12.5e9)
 
 
-@pytest.mark.parametrize("name", [name for name in gpu_names() if name != "CPU"])
+@pytest.mark.parametrize("name", [name for name in gpu_names() if name not in ("CPU", "MI300X")])
 def test_fp32_is_without_tf32(name: str) -> None:
     """At most half of what tensor cores do in TF32, which is half of their bf16."""
     gpu = find_gpu(name)
@@ -85,6 +85,18 @@ def test_a_gpu_reaches_its_hosts_memory_through_its_slot(name: str, rate: float,
     path.write_text("[host]\nefficiency = 2\n")
     with pytest.raises(UserError, match=r"\[host\] efficiency is 2; it is a part"):
         find_cluster(name, hardware=path)
+
+
+def test_a_rack_that_nvlink_joins_counts_as_a_host() -> None:
+    assert gpus_of_a_host("GB200") == 72 and find_cluster("GB200").gpus_per_host == 72
+    assert gpus_of_a_host("H100") == gpus_of_a_host("RTX-4090") == gpus_of_a_host("of my file") == 8
+
+
+def test_few_gpus_of_a_full_mesh_have_few_links() -> None:
+    """Two MI300X have one of seven, 48 of 64 GB/s; eight have all."""
+    inside = find_cluster("MI300X").inside
+    assert inside.ring_rate(2) == pytest.approx(48e9, rel=0.01)
+    assert inside.ring_rate(8) == pytest.approx(7 * 48e9, rel=0.01)
 
 
 def test_preset_inherits_what_it_does_not_say() -> None:
@@ -133,7 +145,7 @@ def test_bytes_are_no_bits(text: str) -> None:
         (lambda: find_gpu("GH200"), r"did you mean H200 .*\? --hardware FILE describes others"),
         (lambda: find_cluster(parse_gpus("5070 Ti")[1]), "GPU '5070 Ti' is unknown: .*--hardware FILE"),
         (lambda: find_gpu("quux"), "there are H100, H200"),
-        (lambda: find_gpu("MI300X"), "there are H100, .*, CPU; --hardware FILE describes others"),
+        (lambda: find_gpu("Gaudi"), "there are H100, .*, CPU; --hardware FILE describes others"),
         (lambda: find_gpu("NVIDIA GH200"), "did you mean H200"),
         (lambda: parse_gpus("0xH100"), "at least 1"),
         (lambda: parse_gpus("-8xH100"), "--gpus '-8xH100': at least 1"),

@@ -80,7 +80,14 @@ def test_published_models_have_their_published_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [("7B", "llama-2-7b"), ("8b", "llama-8b"), ("70b", "llama-70b"), ("1.3B", "1.3b"), ("1T", "megatron-1t")],
+    [
+        ("7B", "llama-2-7b"),
+        ("7e9", "llama-2-7b"),
+        ("8b", "llama-8b"),
+        ("70b", "llama-70b"),
+        ("1.3B", "1.3b"),
+        ("1T", "megatron-1t"),
+    ],
 )
 def test_a_size_means_the_published_model_of_it(size: str, name: str) -> None:
     assert find_model(size) is MODELS[name]
@@ -109,11 +116,19 @@ def test_a_name_like_metas_that_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters"), [("125M", 125e6), ("2.7B", 2.7e9), ("22b", 22e9), ("120 B", 120e9)]
+    ("size", "parameters"),
+    [
+        ("125M", 125e6),
+        ("2.7B", 2.7e9),
+        ("22b", 22e9),
+        ("120 B", 120e9),
+        ("7.4e9", 7.4e9),
+        ("3_500_000_000", 3.5e9),
+    ],
 )
 def test_another_size_has_a_shape_like_theirs(size: str, parameters: float) -> None:
     found = find_model(size)
-    assert found.parameters == pytest.approx(parameters, rel=0.05)
+    assert found.parameters == pytest.approx(parameters, rel=0.005)
     assert 40 <= found.width / found.layers <= 250
     assert found.heads % (8 if parameters > 1e9 else 2) == 0
 
@@ -323,6 +338,49 @@ def test_gemma_3_as_it_is_published_leaves_out_what_transformers_knows() -> None
         assert found.parameters == parameters
         full = own["num_hidden_layers"] // 6
         assert (found.window, found.windowed) == (1024, 1 - full / own["num_hidden_layers"])
+
+
+def test_what_sees_has_the_shape_of_its_text_that_its_file_leaves_out() -> None:
+    """As LLaVA's and Idefics 2's files: the decoders of Vicuna and of Mistral, with a few more words."""
+    for kind, vocab_size, parameters in (("llama", 32064, 6_738_939_904), ("mistral", 32003, 7_241_756_672)):
+        text = {"model_type": kind, "vocab_size": vocab_size}
+        content = {"model_type": "llava", "text_config": text, "vision_config": {}}
+        found = from_content(content, "config.json", kind)
+        assert (found.parameters, found.name) == (parameters, f"{kind} without vision")
+        with pytest.raises(UserError, match="without num_hidden_layers"):
+            from_content(text, "config.json", kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "alike"),
+    [
+        ("qwen2_vl", "qwen2"),
+        ("qwen2_5_vl", "qwen2"),
+        ("qwen2_5_vl_text", "qwen2"),
+        ("qwen3_vl_text", "qwen3"),
+    ],
+)
+def test_qwens_that_see_have_the_shape_of_those_that_do_not(kind: str, alike: str) -> None:
+    found, plain = (
+        from_content(LLAMA | {"model_type": each, "sliding_window": 512}, "config.json", "")
+        for each in (kind, alike)
+    )
+    assert found == replace(plain, ours=False)
+    assert found.scores_part(4096) == 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", "gpt_bigcode", "bloom", "falcon", "mpt", "codegen", "gpt_neox", "phi3"],
+)
+def test_adapters_beside_one_matrix_of_queries_keys_and_values(kind: str) -> None:
+    content = {
+        "model_type": kind, "n_layer": 2, "n_layers": 2, "num_hidden_layers": 2, "n_embd": 64, "d_model": 64,
+        "hidden_size": 64, "n_head": 4, "n_heads": 4, "num_attention_heads": 4, "n_positions": 128,
+        "intermediate_size": 256, "vocab_size": 512, "multi_query": False, "num_key_value_heads": 4,
+    }  # fmt: skip
+    made, out = from_content(content, "config.json", kind).attention
+    assert (made.rows, made.columns, out.rows, out.columns) == (3 * 64, 64, 64, 64)
 
 
 def test_the_head_of_smollm3_is_tied_unless_its_file_says_that_it_is_not() -> None:

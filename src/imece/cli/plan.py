@@ -30,7 +30,15 @@ from imece.plan.answer.text import (
     wrapped,
 )
 from imece.plan.check import check_json, check_lines, read_plan
-from imece.plan.hardware import Cluster, Gpu, describes_gpu, find_cluster, gpu_names, parse_gpus
+from imece.plan.hardware import (
+    Cluster,
+    Gpu,
+    describes_gpu,
+    find_cluster,
+    gpu_names,
+    gpus_of_a_host,
+    parse_gpus,
+)
 from imece.plan.here import kept_cluster
 from imece.plan.models.by_name import find_model
 from imece.plan.setup import Precision
@@ -43,7 +51,6 @@ DESCRIPTION = (
 )
 _DEFAULT_TOKENS = 2**20  # per step, by default
 _DEFAULT_SEQ = 4096  # tokens, by default; fewer if the model has fewer positions
-_FULL_HOST = 8
 _WIDTH = 110  # columns, if the output is not a terminal
 _LISTED = 50  # at least as many plans of the ranking in JSON
 
@@ -130,13 +137,15 @@ def cluster_of(options: PlanOptions) -> Cluster:
     number, name = parse_gpus(options.gpus) if options.gpus else (None, None)
     hosts = options.hosts or 1
     number = 1 if number is None and name is not None else number
-    if number is not None and number > _FULL_HOST and not options.hosts:
-        if number % _FULL_HOST:
+    if number is not None and name is not None and not options.hosts:
+        full = gpus_of_a_host(name)
+        if number > full and number % full:
             raise UserError(
-                f"--gpus {options.gpus}: {number} are not whole hosts of {_FULL_HOST}; say how many each "
-                "host has, and --hosts"
+                f"--gpus {options.gpus}: {number} are not whole hosts of {full}; say how many each host has, "
+                "and --hosts"
             )
-        number, hosts = _FULL_HOST, number // _FULL_HOST
+        if number > full:
+            number, hosts = full, number // full
     return find_cluster(name, number, hosts, options.network, options.hardware)
 
 

@@ -21,6 +21,7 @@ A file of one's own (`--hardware my.toml`) has up to four tables, with the field
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import math
@@ -37,6 +38,7 @@ from imece.errors import UserError
 
 GIB = 2**30
 
+_FULL_HOST = 8  # GPUs
 _MOST = 10**6  # of hosts, and of GPUs per host
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([mgt])(bits?|b)(?:ps|/s)?", re.IGNORECASE)
 _BITS = {"m": 1e6, "g": 1e9, "t": 1e12}
@@ -138,6 +140,15 @@ def find_gpu(name: str) -> Gpu:
     return _gpu(_gpu_table(name))
 
 
+def gpus_of_a_host(name: str) -> int:
+    """So many GPUs of this kind a host has at most: 8, or those of a rack that counts as one. For a name that
+    only a file may know: 8."""
+    found = _FULL_HOST
+    with contextlib.suppress(UserError):
+        found = max(found, int(_gpu_table(name).get("gpus_per_host", found)))
+    return found
+
+
 def find_network(name: str, gpus_per_host: int, slot: float = math.inf) -> Link:
     """A preset, or a rate such as "400Gb": bits/s for each GPU. UserError with the nearest names, or for
     bytes.
@@ -173,7 +184,7 @@ def find_cluster(
     """
     own: dict[str, dict[str, Any]] = {} if hardware is None else _read_own(hardware)
     table = _asked_for(gpu, own.get("gpu", {}), hardware)
-    count = gpus_per_host if gpus_per_host is not None else table.get("gpus_per_host", 8)
+    count = gpus_per_host if gpus_per_host is not None else table.get("gpus_per_host", _FULL_HOST)
     for what, number in (("GPUs of a host", count), ("hosts", hosts)):
         if not 1 <= number <= _MOST:
             raise UserError(f"{number} {what}: at least 1, and at most a million")

@@ -11,14 +11,14 @@ from imece.plan.answer.explain import eight_bit
 from imece.plan.answer.search import Answer, Candidate, search, settled
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import device, gb, title
-from imece.plan.hardware import Cluster
+from imece.plan.hardware import Cluster, gpus_of_a_host
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.held import held
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.setup import Parallel, Recipe, Setup
 
 _MOST_GPUS = 32_768
-_FULL_HOST = 8
+_MOST_RANKS = 8  # of this machine
 
 
 Find = Callable[[str, int, int], Cluster]
@@ -128,8 +128,8 @@ def _more_gpus(question: Question, find: Find) -> Iterator[tuple[str, Question]]
     """Twice as many GPUs and so on: first in the host, then more hosts."""
     name, inside, hosts = question.cluster.gpu.name, question.cluster.gpus_per_host, question.cluster.hosts
     while inside * hosts < _MOST_GPUS:
-        if inside < _FULL_HOST:
-            inside = min(_FULL_HOST, 2 * inside)
+        if inside < (full := gpus_of_a_host(name)):
+            inside = min(full, 2 * inside)
         else:
             hosts *= 2
         yield _on(find(name, inside, hosts), question)
@@ -140,7 +140,7 @@ def _other_ranks(question: Question, find: Find) -> Iterator[tuple[str, Question
     GPU."""
     cluster, ranks = question.cluster, question.cluster.gpus_per_host
     for number in [ranks >> half for half in range(1, ranks.bit_length())] + [
-        ranks << double for double in range(1, _FULL_HOST) if ranks << double <= _FULL_HOST
+        ranks << double for double in range(1, _MOST_RANKS) if ranks << double <= _MOST_RANKS
     ]:
         yield f"--gpus {number}", replace(question, cluster=find(cluster.gpu.name, number, 1))
 

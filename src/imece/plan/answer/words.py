@@ -113,7 +113,7 @@ def title(setup: Setup) -> str:
         parts.append(f"{parallel.interleave} chunks a stage")
     parts.append(f"micro-batch {recipe.micro_batch}")
     if recipe.accumulation > 1:
-        parts.append(f"{recipe.accumulation} accumulated")
+        parts.append(f"{recipe.accumulation:,} accumulated")
     if recipe.recompute != "none":
         parts.append(f"{recipe.recompute} recomputation")
     if recipe.optimizer != "adamw":
@@ -159,7 +159,7 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
     yield (
         f"micro-batch {recipe.micro_batch}",
         f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch} x "
-        f"{recipe.accumulation}{groups} = {many(setup.global_batch, 'sequence')}",
+        f"{recipe.accumulation:,}{groups} = {many(setup.global_batch, 'sequence')}",
     )
     if recipe.recompute == "full":
         yield (

@@ -8,17 +8,20 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from imece.errors import UserError
 from imece.models.presets import PRESETS
+from imece.observe.units import si
 from imece.plan.models.from_code import read_code
 from imece.plan.models.from_config import CONFIG, read_config
 from imece.plan.models.model import Model, from_shape
 from imece.plan.models.published import published
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
+_NUMBER = re.compile(r"\d[\d_]*(?:\.\d+)?(?:e\d+)?", re.IGNORECASE)
 _OWNER = re.compile(r"(?:[\w.-]+/)?(?:meta-(?=llama))?")
 _KINDS = re.compile(r"-(?:instruct|chat|base|hf|it|pt)(?=-|$)")  # of the same shape
 _VERSION = re.compile(r"(?:-(?:\d{4}|v\d+(?:\.\d+)?|\d+k))+$")
@@ -26,6 +29,7 @@ _LLAMA_3 = re.compile(r"llama-3(?:\.[13])?-(?=(?:8|70|405)b$)")  # all of the sa
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _LEAST, _MOST = 1e6, 20e12  # parameters
 _NEAR = 0.06  # a size means a published model if it is no further off
+_MLP_STEP = 64  # of which the width of an MLP is a multiple, for ranks and for tiles of products
 _ASPECT = 100  # width over layers: 60 to 130 in published models
 
 _OF_A_SIZE = re.compile(r"(llama|gpt-3|megatron)-.+")  # what a size may mean, beside presets
@@ -59,6 +63,8 @@ def find_model(text: str) -> Model:
     size = _SIZE.fullmatch(text.strip())
     if size:
         return of_size(float(size[1]) * _UNITS[size[2].lower()], text.strip())
+    if _NUMBER.fullmatch(text.strip()):
+        return of_size(float(text), si(float(text)))
     if os.path.isdir(path):
         raise UserError(f"{text}: a folder without a {CONFIG}, which says what model it is: name another")
     near = difflib.get_close_matches(name, MODELS, n=2, cutoff=0.5)
@@ -92,8 +98,8 @@ def _apart(model: Model, parameters: float) -> float:
 
 
 def _like(parameters: float, name: str) -> Model:
-    """A shape with heads of 128 (64 below 1B), an MLP of 8/3 of the width, and 8 heads of keys and values
-    from 8B on.
+    """A shape with heads of 128 (64 below 1B), an MLP of about 8/3 of the width, and 8 heads of keys and
+    values from 8B on.
 
     The number of heads is a multiple of eight (of two below 1B), so that ranks can divide them.
     """
@@ -116,4 +122,11 @@ def _like(parameters: float, name: str) -> Model:
             if best is None or off < best[0]:
                 best = off, model
     assert best is not None
-    return best[1]
+    return _widened(best[1], parameters)
+
+
+def _widened(model: Model, parameters: float) -> Model:
+    """The model with the MLP that brings it next to so many parameters."""
+    each = (model.parameters - replace(model, mlp_width=1).parameters) / (model.mlp_width - 1)
+    steps = round((parameters - model.parameters) / each / _MLP_STEP)
+    return replace(model, mlp_width=max(_MLP_STEP, model.mlp_width + steps * _MLP_STEP))

@@ -156,7 +156,12 @@ _FAMILIES = {
     "helium": _Family(**_ASKED_BIASES, defaults=_kv(20, head_dim=128)),
     "phi3": _Family(fused_queries=True, fused_gate=True),
     "qwen2": _Family(query_biases=True, ours=True, defaults=_kv(32)),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        _Family(query_biases=True, defaults=_kv(32)),
+    ),
     "qwen3": _Family(**_ATTENTION_BIASES, head_norms=True, ours=True, defaults=_kv(32, head_dim=128)),
+    "qwen3_vl_text": _Family(**_ATTENTION_BIASES, head_norms=True, defaults=_kv(32, head_dim=128)),
     "mistral": _Family(ours=True, defaults=_kv(8, **{_WINDOW: 4096})),
     "ministral": _Family(defaults=_kv(8, **{_WINDOW: 4096})),
     "smollm3": _Family(**_ASKED_BIASES, tied=True, ours=True, defaults=_kv(4)),
@@ -192,9 +197,12 @@ _FAMILIES = {
     ),
     "nemotron": _Family(**_PLAIN, **_ASKED_BIASES),
     "phi": _Family(**_PLAIN, **_biases(True), norms=1, head_biases=True, translated=_phi),
-    "gpt2": _gpt(**_biases(True), tied=True, positions="n_positions"),
-    "gpt_bigcode": _gpt(**_biases(True), tied=True, positions="n_positions", translated=_big_code),
-    **dict.fromkeys(("gptj", "codegen"), _gpt(mlp_biases=True, norms=1, head_biases=True)),
+    "gpt2": _gpt(**_biases(True), tied=True, positions="n_positions", fused_queries=True),
+    "gpt_bigcode": _gpt(
+        **_biases(True), tied=True, positions="n_positions", fused_queries=True, translated=_big_code
+    ),
+    "gptj": _gpt(mlp_biases=True, norms=1, head_biases=True),
+    "codegen": _gpt(mlp_biases=True, norms=1, head_biases=True, fused_queries=True),
     "gpt_neo": _Family(
         "num_layers", heads="num_heads", **_PLAIN, out_biases=True, mlp_biases=True, tied=True,
         positions=_POSITIONS, translated=_windows_of_gpt_neo,
@@ -208,12 +216,17 @@ _FAMILIES = {
         tied=True, positions=_POSITIONS, unused_positions=2, defaults={"enable_bias": True},
         translated=_opt,
     ),
-    "bloom": _Family(**_PLAIN, **_biases(True), table_norm=True, tied=True, translated=_bloom),
+    "bloom": _Family(
+        **_PLAIN, **_biases(True), table_norm=True, tied=True, fused_queries=True, translated=_bloom
+    ),
     "falcon": _Family(
         mlp_width="ffn_hidden_size", **_PLAIN, **_biases("bias"),
-        one_norm="one_norm", tied=True, translated=_falcon,
+        one_norm="one_norm", tied=True, fused_queries=True, translated=_falcon,
     ),
-    "mpt": _Family("n_layers", "d_model", "n_heads", gated=False, norm="layer", tied=True, translated=_mpt),
+    "mpt": _Family(
+        "n_layers", "d_model", "n_heads", gated=False, norm="layer", tied=True, fused_queries=True,
+        translated=_mpt,
+    ),
     "mixtral": _Family(experts="num_local_experts", defaults=_kv(8)),
     "qwen3_moe": _Family(
         mlp_width="moe_intermediate_size", **_ATTENTION_BIASES, head_norms=True, experts="num_experts",
@@ -222,12 +235,26 @@ _FAMILIES = {
     "olmoe": _Family(**_ATTENTION_BIASES, own_head_norms=True, experts="num_experts", translated=_experts),
 }  # fmt: skip
 _MIXTURES = [kind for kind, family in _FAMILIES.items() if family.experts]
-_ASKED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")  # have a window only if use_sliding_window
+_ASKED = (  # have a window only if use_sliding_window
+    "qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text",
+    "smollm3", "qwen3_moe",
+)  # fmt: skip
+# The part for text in a file of a model that also sees names only what differs from transformers' defaults.
+_WITHIN: dict[object, dict[str, int]] = {
+    kind: {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": inner,
+        "vocab_size": vocabulary,
+    }
+    for kind, inner, vocabulary in (
+        ("llama", 11008, 32000), ("mistral", 14336, 32000), ("qwen2", 22016, 151936),
+    )
+}  # fmt: skip
 _ENCODERS = (
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
     "modernbert", "mpnet", "roberta", "xlm-roberta",
 )  # fmt: skip
 _STATES = ("bamba", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba", "zamba2")
+_BY_SIZE = "A size in place of the file (7B) stands for a decoder of so many parameters, shaped like Llama"
 _OTHER_HEAD = re.compile(r".*For(Sequence|Token|Image)\w*|.*For\w*(Classification|Answering|MaskedLM)")
 
 
@@ -255,10 +282,14 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     ]:
         name += f" without {' and '.join(left_out)}"
     if isinstance(content.get("text_config"), dict):
-        content = {"tie_word_embeddings": content.get("tie_word_embeddings")} | content["text_config"]
+        inner = content["text_config"]
+        tied = {"tie_word_embeddings": content.get("tie_word_embeddings")}
+        content = tied | _WITHIN.get(inner.get("model_type"), {}) | inner
     kind = content.get("model_type")
     if (reason := unplanned(content)) is not None:
-        raise UserError(f"{where}: model_type is {kind!r}: {reason}; such models are not planned for")
+        raise UserError(
+            f"{where}: model_type is {kind!r}: {reason}; such models are not planned for. {_BY_SIZE}"
+        )
     family = _FAMILIES.get(str(kind))
     if kind is None:
         raise UserError(
@@ -267,7 +298,7 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     if family is None:
         raise UserError(
             f"{where}: model_type is {kind!r}; there are {', '.join(_FAMILIES)}. "
-            "file.py:function does for other decoders"
+            f"file.py:function does for other decoders. {_BY_SIZE}"
         )
     try:
         content = family.translated({**family.defaults, **content})
