@@ -57,6 +57,9 @@ def test_torchtitan_keeps_every_second_product() -> None:
     found = kept_layer(model, Parallel(), Recipe(8192, 2, recompute="selective"), TORCHTITAN)
     widths = 4 * 4096 + 1024 + 14336  # input, queries, attention, what the MLP gives out; values; gate
     assert found.total - found.scores == 16384 * 2 * widths
+    compiled = Recipe(8192, 2, recompute="selective", compiled=True)
+    found = kept_layer(model, Parallel(), compiled, TORCHTITAN)
+    assert found.total - found.scores == 16384 * 2 * (widths - 4096), "backward reads no output of the MLP"
 
 
 def test_layers_in_flight() -> None:

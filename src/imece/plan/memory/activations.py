@@ -117,12 +117,12 @@ def working_bytes(model: Model, parallel: Parallel, recipe: Recipe, framework: F
 
 def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer:
     """The results of every second product (queries, values, gate, the MLP's output), attention's output, and
-    the layer's input."""
+    the layer's input. A compiler leaves out the MLP's output, which backward does not read."""
     count, tensor, size = tokens(recipe, parallel), parallel.tensor, recipe.precision.activations
     sharded = parallel.token_parts
     query, key = model.q_width, model.kv_width
     return Layer(
-        norms=2 * count * model.width * size / sharded,
+        norms=(1 if recipe.compiled else 2) * count * model.width * size / sharded,
         attention=count * (2 * query + key) * size / tensor,
         scores=recipe.micro_batch * model.heads * recipe.seq / parallel.context * _STATISTIC / tensor,
         mlp=count * model.mlp_width * size / tensor,

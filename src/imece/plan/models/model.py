@@ -78,6 +78,9 @@ class Model:
         if self.experts and not 1 <= self.active_experts <= self.experts:
             raise ValueError(f"{self.active_experts} of {self.experts} experts work for a token")
 
+    def __hash__(self) -> int:  # of one field only: instances are keys of caches that every candidate asks
+        return hash(self.name)
+
     @property
     def positions(self) -> int:
         """Tokens that a sequence may have; 0: unknown."""
