@@ -178,9 +178,8 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         offload=config.offload,
         adapters=_adapters(config.lora),
         adapter_rank=_rank_on_all(config.lora, shape, model),
-        precision=Bytes(
-            parameters=4, gradients=4, masters=0, moments=4, activations=itemsize, reduced=_reduced(config)
-        ),
+        wire=config.wire,
+        precision=Bytes(parameters=4, gradients=4, masters=0, moments=4, activations=itemsize),
     )
     name = cast(Strategy, strategy)  # same names as in data_parallel/strategy.py
     parallel = Parallel(
@@ -191,11 +190,6 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
     setup = with_usual_buckets(Setup(model, parallel, recipe), cluster)
     mapped = _mapped(setup, cluster, copies and strategy != "replicate") if machine.shares_memory else 0
     return Prediction(judge(setup, cluster), machine, mapped)
-
-
-def _reduced(config: TrainConfig) -> int | None:
-    """Bytes of a gradient's number on its way; None: as it is."""
-    return None if config.wire is None else {"bf16": 2, "int8": 1}[config.wire]
 
 
 def _adapters(lora: LoraSection) -> Adapters:

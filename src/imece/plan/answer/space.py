@@ -175,9 +175,8 @@ def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
 def can_round(cluster: Cluster, parallel: Parallel) -> bool:
     """Whether gradients gain by fewer bytes: in hybrid strategies they do between hosts. In others each rank
     sends to all, which is more between hosts than in a ring, unless all ranks are in one, or no two are."""
-    ranks = parallel.data * parallel.context
-    group = along(cluster, ranks, parallel.tensor)
-    return parallel.is_hybrid or (ranks > 1 and (group.hosts == 1 or group.ranks_per_host == 1))
+    group = along(cluster, parallel.peers, parallel.tensor)
+    return parallel.is_hybrid or (parallel.peers > 1 and (group.hosts == 1 or group.ranks_per_host == 1))
 
 
 def setups(question: Question) -> Iterator[list[Setup]]:
