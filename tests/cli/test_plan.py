@@ -92,6 +92,12 @@ def test_what_is_shown_has_the_buckets_that_are_recommended(capsys: pytest.Captu
     assert (winner["step_s"], winner["needed_bytes"]) == (judged.seconds, judged.needed)
 
 
+def test_a_question_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    page = tmp_path / "new" / "folder" / "plan.html"
+    assert main(["plan", "nosuch", "--gpus", "8xH100", "--html", str(page)]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_leaves_no_reserve_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """It needs 85.0 of 85.2 GB, of which 4 % are to stay free."""
     argv = ["13.9B", "--gpus", "8xA100-80", "--global-batch", "256", "--tensor", "1", "--pipeline", "1"]

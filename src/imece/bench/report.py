@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,16 @@ def check_ending(option: str, path: Path | None, endings: Sequence[str]) -> None
 
 
 def check_writable(path: Path | None) -> None:
-    """UserError before minutes of measuring, not after them, if a result cannot be written."""
+    """UserError before minutes of measuring, not after them, if a result cannot be written. Leaves nothing
+    behind, no new folder either."""
     if path is None:
         return
+    made = [folder for folder in path.parents if not os.path.exists(folder)]
     with asked_for(path):
         new = not path.exists()
         path.open("ab").close()  # permissions alone do not tell: root may write, but not on a read-only disk
         if new:
             path.unlink()
+    with suppress(OSError):  # another process may have written there
+        for folder in made:
+            folder.rmdir()
