@@ -501,7 +501,8 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
         make = partial(Pipeline, sequence(), mesh, loss=F.mse_loss)
         wrong: dict[str, dict[str, Any]] = {
             "schedule='zb': one of gpipe, 1f1b, interleaved": {"micro_batches": 4, "schedule": "zb"},
-            "micro_batches=0: at least 1": {"micro_batches": 0},
+            "micro_batches=0: a whole number, at least 1": {"micro_batches": 0},
+            "micro_batches='4': a whole number": {"micro_batches": "4"},
             "micro_batches=1: 1f1b needs at least one for each of 2 stages": {"micro_batches": 1},
             "take 4": {"micro_batches": 5, "schedule": "interleaved"},
             "only 'interleaved' has more than 1": {"micro_batches": 4, "chunks": 2},
@@ -536,6 +537,52 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
         inputs, targets = numbers_of(mesh.rank, 8), numbers_of(0, 8)
         with pytest.raises(UserError, match="the ranks of a pipeline group have different inputs, and need"):
             pipeline.evaluate(inputs[0], targets[1])
+
+
+class Told(nn.Linear):
+    """Gives out what nobody can send."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"x": super().forward(x)}
+
+
+class Chosen(nn.Linear):
+    """By values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[: 1 + int(x.sum().item() > 0)]
+
+
+class Lost(nn.Linear):
+    """With an error whose text says nothing without its type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("bias")
+
+
+def stages_that_do_not_fit_are_named(group: dist.ProcessGroup) -> None:
+    """On all ranks, before one of them computes anything."""
+    line = partial(nn.Linear, 3, 3)
+    wrong = {
+        r"^stage 0 \(0 \.\. 1\), given torch.float32 \[2, 3\]: .*\[2, 5\] X \[3, 3\]": [
+            nn.Linear(3, 5),
+            line(),
+        ],
+        r"^stage 0 \(0 \.\. 1\), given .* a stage returns a tensor .* and this one a dict$": [
+            line(),
+            Told(3, 3),
+        ],
+        r"^stage 0 \(0 \.\. 1\) asks for values .*: what stages send .* shapes alone$": [
+            line(),
+            Chosen(3, 3),
+        ],
+        r"^stage 0 \(0 \.\. 1\), given .*: KeyError\('bias'\)$": [line(), Lost(3, 3)],
+    }
+    with contextlib.closing(imece.init(TWO)) as mesh:
+        for message, first in wrong.items():
+            pipeline = Pipeline([*first, line(), line()], mesh, micro_batches=2, loss=F.mse_loss)
+            with pytest.raises(RuntimeError, match=message):
+                pipeline.step(torch.ones(4, 3), torch.ones(4, 3))
 
 
 def ranks_that_share_a_gpu_are_refused(group: dist.ProcessGroup) -> None:
@@ -576,6 +623,7 @@ CHECKS: dict[str, Check] = {
             frozen_stages_have_no_gradients,
             others_lose_their_memory,
             what_cannot_be_is_refused,
+            stages_that_do_not_fit_are_named,
             ranks_that_share_a_gpu_are_refused,
             an_unwrapped_part_is_refused,
         )

@@ -225,7 +225,10 @@ class Pipeline:
         device = self.mesh.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         alike = tuple((each.shape[0] // self.micro_batches, *each.shape[1:]) for each in values)
-        schedule = self._schedule_for(alike, tuple(each.dtype for each in values), cast, train)
+        try:
+            schedule = self._schedule_for(alike, tuple(each.dtype for each in values), cast, train)
+        except StageError as error:  # what stages do before any of them runs is the same on all ranks
+            raise RuntimeError(str(error)) from error.__cause__
         last = self._mine[-1] == len(self._dealt) - 1
         self._coming = set(self._mine)
         self._begins = begins.chunk(self.micro_batches) if begins is not None else None
@@ -272,8 +275,12 @@ class Pipeline:
             schedule, dealt, mine = "gpipe", [range(dealt[0].start, dealt[-1].stop)], [0]
         stages = [self._pieces.stage(which, inputs) for which in dealt]
         self._cast_others()
+        called = {
+            f"stage {at} ({_names(self._pieces.named(which))})": stage
+            for at, (which, stage) in enumerate(zip(dealt, stages, strict=True))
+        }
         run = Run(
-            shapes(stages, inputs, self.mesh.device),
+            shapes(called, inputs, self.mesh.device),
             self.mesh.device,
             self._messages,
             self.marks,

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -25,6 +29,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _batch_p2p, _PipelineScheduleRuntime
 from torch.func import functional_call
 
+from imece.errors import UserError
 from imece.model_parallel.cutting import Values
 from imece.model_parallel.schedules import Loss, Mark, Moment, StageError
 from imece.models.dealing import MOST_SENT
@@ -43,22 +48,42 @@ def values_of(output: Any) -> Values:
     return values
 
 
-def shapes(stages: Sequence[nn.Module], inputs: Values, device: torch.device) -> list[Values]:
+def said(error: BaseException) -> str:
+    """What it says; with its type where that alone says little, as KeyError's text is a key."""
+    return str(error) if isinstance(error, ValueError | RuntimeError | UserError) else repr(error)
+
+
+def shapes(stages: Mapping[str, nn.Module], inputs: Values, device: torch.device) -> list[Values]:
     """The inputs of each stage and the outputs of the last, as tensors without memory.
 
-    Nothing is computed and no rank is asked; parameters may be on the meta device. inputs: a micro-batch.
+    Nothing is computed and no rank is asked; parameters may be on the meta device. stages: by what errors
+    call them. inputs: a micro-batch.
+
+    StageError, on all ranks, if a stage raises, returns something else, or has outputs whose shapes depend on
+    the data.
     """
     found: list[Values] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         x = tuple(torch.empty_like(each, device=device) for each in inputs)
-        for stage in stages:
+        for name, stage in stages.items():
             found.append(x)
             own = {
-                name: torch.empty_like(each, device=device).requires_grad_(each.requires_grad)
-                for name, each in [*stage.named_parameters(), *stage.named_buffers()]
+                inner: torch.empty_like(each, device=device).requires_grad_(each.requires_grad)
+                for inner, each in [*stage.named_parameters(), *stage.named_buffers()]
             }
             x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
-            x = values_of(functional_call(stage, own, x))
+            try:
+                x = values_of(functional_call(stage, own, x))
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise StageError(
+                    f"{name} asks for values of a tensor, as .item() and `if` do, by {error.func}: what "
+                    "stages send each other may depend on shapes alone"
+                ) from error
+            except UserError:  # its type says what to do
+                raise
+            except Exception as error:
+                given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in x)
+                raise StageError(f"{name}, given {given}: {said(error)}") from error
         found.append(x)
     return [
         tuple(
@@ -204,7 +229,7 @@ class TimedStage(PipelineStage):
         except Exception as error:  # noqa: BLE001 - raised anew
             cause = error.__cause__ or error  # torch's error says only which stage
             raise StageError(
-                f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {cause}"
+                f"{what} of micro-batch {micro_batch} in stage {self.stage_index}: {said(cause)}"
             ) from cause
         self._run.marks.append(Mark(what, self.stage_index, micro_batch, start, Moment(self.device)))
 
