@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -101,6 +101,24 @@ def sequence() -> nn.Sequential:
 def pairs() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(Both(), Both(), Both(), Joined()).double()
+
+
+class Tied(nn.Module):
+    """Two modules that have one weight, and one module that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight, self.third = self.first.weight, self.second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.third(torch.tanh(self.second(self.first(x)))))
+
+
+def tied_within_stages() -> nn.Module:
+    torch.manual_seed(3)
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(nn.Sequential(layer, nn.Tanh(), layer), Tied()).double()
 
 
 @dataclass(frozen=True)
@@ -220,6 +238,7 @@ OF_TWO = {
     "sequence": Case(TWO, "interleaved", sequence, numbers_of, options={"cuts": [1, 4, 5]}),
     "three chunks": Case(TWO, "interleaved", sequence, numbers_of, options={"chunks": 3}),
     "pairs": Case(TWO, "1f1b", pairs, numbers_of),
+    "tied within stages": Case(TWO, "1f1b", tied_within_stages, numbers_of),
 }
 OF_FOUR = {
     **{
@@ -506,6 +525,9 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
             "micro_batches=1: 1f1b needs at least one for each of 2 stages": {"micro_batches": 1},
             "take 4": {"micro_batches": 5, "schedule": "interleaved"},
             "only 'interleaved' has more than 1": {"micro_batches": 4, "chunks": 2},
+            "chunks=0: a whole number": {"micro_batches": 4, "chunks": 0, "schedule": "interleaved"},
+            "need 1 rising numbers from 1 to 8": {"micro_batches": 4, "cuts": [1.5]},
+            r"cuts=1: 2 stages need": {"micro_batches": 4, "cuts": 1},
             "a model of 9 pieces cannot be cut into 10 stages": {
                 "micro_batches": 4,
                 "chunks": 5,

@@ -67,13 +67,10 @@ def shapes(stages: Mapping[str, nn.Module], inputs: Values, device: torch.device
         x = tuple(torch.empty_like(each, device=device) for each in inputs)
         for name, stage in stages.items():
             found.append(x)
-            own = {
-                inner: torch.empty_like(each, device=device).requires_grad_(each.requires_grad)
-                for inner, each in [*stage.named_parameters(), *stage.named_buffers()]
-            }
+            own = _without_memory(stage, device)
             x = tuple(each.detach().requires_grad_(each.requires_grad) for each in x)
             try:
-                x = values_of(functional_call(stage, own, x))
+                x = values_of(functional_call(stage, own, x, tie_weights=False))
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise StageError(
                     f"{name} asks for values of a tensor, as .item() and `if` do, by {error.func}: what "
@@ -92,6 +89,21 @@ def shapes(stages: Mapping[str, nn.Module], inputs: Values, device: torch.device
         )
         for values in found
     ]
+
+
+def _without_memory(stage: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Tensors like its parameters and buffers, tied where these are, by one name for each module's own: what
+    has two names would be left with such a tensor, as torch puts back what it finds under each."""
+    like: dict[int, Tensor] = {}
+    found = {}
+    for prefix, module in stage.named_modules():  # each once
+        for name, each in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if each is not None:
+                if id(each) not in like:
+                    empty = torch.empty_like(each, device=device)
+                    like[id(each)] = empty.requires_grad_(each.requires_grad)
+                found[f"{prefix}.{name}" if prefix else name] = like[id(each)]
+    return found
 
 
 @dataclass(frozen=True)
