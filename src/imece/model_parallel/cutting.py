@@ -49,8 +49,10 @@ def pieces_of(model: nn.Module | Sequence[nn.Module], seq: int | None = None) ->
         return _OfTransformer(model, model.config.max_seq if seq is None else seq)
     if seq is not None:
         raise ValueError(f"seq={seq} is for an imece Transformer, and this is {kind_of(model)}: leave it out")
-    if not isinstance(model, nn.Module) or type(model) is nn.ModuleList:
-        return _OfSequential(nn.Sequential(*model))
+    if type(model) is nn.ModuleList or isinstance(model, Sequence):
+        modules = list(model)
+        if all(isinstance(each, nn.Module) for each in modules):
+            return _OfSequential(nn.Sequential(*modules))
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _OfSequential(model)
     own = " whose forward is its own" if isinstance(model, nn.Sequential | Transformer) else ""
@@ -63,10 +65,11 @@ def pieces_of(model: nn.Module | Sequence[nn.Module], seq: int | None = None) ->
 def dealt_by(cuts: Sequence[int], pieces: int, stages: int) -> list[range]:
     """The pieces of each stage. cuts: the first piece of each stage but the first. ValueError for impossible
     cuts."""
-    ends = [0, *cuts, pieces]
-    if len(cuts) != stages - 1 or any(start >= stop for start, stop in itertools.pairwise(ends)):
+    are_numbers = isinstance(cuts, Sequence) and all(isinstance(each, int) for each in cuts)
+    ends = [0, *cuts, pieces] if are_numbers else []
+    if len(ends) != stages + 1 or any(start >= stop for start, stop in itertools.pairwise(ends)):
         raise ValueError(
-            f"cuts={list(cuts)}: {stages} stages need {stages - 1} rising numbers from 1 to {pieces - 1}, "
+            f"cuts={cuts!r}: {stages} stages need {stages - 1} rising numbers from 1 to {pieces - 1}, "
             "the pieces at which stages begin"
         )
     return between(ends)

@@ -78,7 +78,9 @@ def check_schedule(schedule: str, micro_batches: int, chunks: int, size: int) ->
         raise ValueError(f"schedule={schedule!r}: one of {', '.join(SCHEDULES)}")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: a whole number, at least 1")
-    if chunks < 1 or (chunks > 1 and schedule != "interleaved"):
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r}: a whole number, at least 1")
+    if chunks > 1 and schedule != "interleaved":
         raise ValueError(f"chunks={chunks} with schedule={schedule!r}: only 'interleaved' has more than 1")
     if schedule == "1f1b" and micro_batches < size:
         raise ValueError(
