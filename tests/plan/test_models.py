@@ -22,8 +22,8 @@ from imece.models.transformer import Transformer
 from imece.plan.memory.activations import whole_layer
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.memory import memory
-from imece.plan.models import from_config
 from imece.plan.models.by_name import MODELS, find_model
+from imece.plan.models.families import FAMILIES
 from imece.plan.models.from_code import of_module
 from imece.plan.models.from_config import from_content
 from imece.plan.models.model import from_shape
@@ -417,7 +417,7 @@ def test_sliding_windows(change: dict[str, Any], window: int, windowed: float) -
 
 def test_what_imece_builds_is_known_without_torch() -> None:
     """Of each kind whether models/hugging_face_config.py reads it."""
-    for kind, family in from_config._FAMILIES.items():
+    for kind, family in FAMILIES.items():
         assert family.ours == (kind in hugging_face_config._FAMILIES), kind
     assert from_content(LLAMA, "x", "x").ours and not from_content(LLAMA | MIXTURE, "x", "x").ours
     for change in ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"hidden_act": "gelu"}):
