@@ -222,7 +222,8 @@ class SteppedParts:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} would leave out the gradient of {alone[0]}, which is of "
                 f"this rank alone: {refusals.FROM_ONE_RANK}. If your own code set it, let it set those of "
-                f"the parts, which are in optimizer.param_groups"
+                f"the parts, which are in optimizer.param_groups. If torch's DistributedDataParallel is "
+                f"around this model, as accelerator.prepare and fabric.setup put it, leave that out"
             )
 
     @torch._disable_dynamo(recursive=True)
