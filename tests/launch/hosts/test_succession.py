@@ -26,6 +26,17 @@ def test_of_two_hosts_the_coordinators_goes_on() -> None:
     assert why.startswith("cut off from host 0 (it was silent for 10 s): 1 of 2 hosts are here")
 
 
+def test_who_was_cut_off_from_many_hosts_says_so_in_one_line() -> None:
+    def why(count: int) -> str:
+        standing = Standing(of(*range(count)))
+        return standing.cut_off({count - 1}, (), {host: f"the link {host} broke" for host in range(count)})
+
+    assert why(3).startswith("cut off from hosts 0, 1 (the link 0 broke; the link 1 broke): 1 of 3 hosts")
+    many = why(1000)
+    assert many.startswith("cut off from hosts 0, 1, 2, 3, 4, 5, 6, 7 and 991 more (the link 0 broke; ")
+    assert len(many) < 400 and "7 broke and 991 more): 1 of 1000 hosts are here" in many
+
+
 def test_more_than_half_go_on_without_the_coordinator() -> None:
     standing = Standing(of(0, 1, 2))
     assert standing.may_go_on({1, 2}, ()) and not standing.may_go_on({0}, ())

@@ -22,6 +22,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from imece.listing import some
+
+_NAMED = 8  # most hosts, and ends of links, that one line names
+
 
 @dataclass(frozen=True)
 class Published:
@@ -93,9 +97,10 @@ class Standing:
         lacking = self._lacking(side, dead)
         assert lacking is not None, "it may go on"
         missing = sorted(lacking.hosts.difference(side, dead))
-        causes = "; ".join(dict.fromkeys(whys[host] for host in missing if host in whys))
+        who = f"host{'s' * (len(missing) > 1)} {some(missing, _NAMED)}"
+        causes = some(list(dict.fromkeys(whys[host] for host in missing if host in whys)), _NAMED, "; ")
         return (
-            f"cut off from host {', '.join(map(str, missing))}{causes and f' ({causes})'}: "
+            f"cut off from {who}{causes and f' ({causes})'}: "
             f"{len(lacking.hosts.intersection(side))} of {len(lacking.hosts)} hosts are here, and the others "
             "may be going on"
         )
