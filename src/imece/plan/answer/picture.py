@@ -78,11 +78,12 @@ def draw_memory(axes: Axes, explained: Explained) -> None:
             axes.text(
                 _SHOWN * room,
                 place,
-                f"{gb(each.needed)} GB ",
+                f"{gb(each.needed)} GB",
                 ha="right",
                 va="center",
                 color="white",
                 fontsize=8,
+                bbox={"facecolor": "black", "linewidth": 0, "pad": 1.5},  # bars end in any colour
             )
     axes.axvline(room, color="black", linewidth=1.4)
     axes.set_xlim(0, _SHOWN * room)
