@@ -556,6 +556,12 @@ def what_cannot_be_is_refused(group: dist.ProcessGroup) -> None:
             imece.DistributedDataParallel(pipeline.part)
         with pytest.raises(ValueError, match="average='tokens': a pipeline's gradient is the mean"):
             parallelize(pipeline.part, optimizer_of, "zero1", mesh, average="tokens")
+        x, y = numbers_of(0, 8)
+        for given in ((x, None), (x, y[0, 0]), ("text", y), (x[:0], y[:0]), (x[:5], y[:5])):
+            with pytest.raises(
+                ValueError, match=r"first dim is the batch, not|a batch of [05] cannot be split"
+            ):
+                pipeline.step(*given)
         inputs, targets = numbers_of(mesh.rank, 8), numbers_of(0, 8)
         with pytest.raises(UserError, match="the ranks of a pipeline group have different inputs, and need"):
             pipeline.evaluate(inputs[0], targets[1])
@@ -672,6 +678,24 @@ def _found(names: Collection[str], always: Collection[str], world_size: int, bac
 )
 def test_pipeline(job: Job, request: pytest.FixtureRequest) -> None:
     passed(job, request)
+
+
+def losses_that_are_none() -> list[str]:
+    mesh, told = imece.init({"pipeline": 1}), []
+    wrong: tuple[Any, ...] = (lambda a, b: a - b, lambda a, b: 1.0, lambda a, b: F.mse_loss(a.detach(), b))
+    for loss in wrong:
+        model = nn.Sequential(nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"^loss returned") as caught:
+            Pipeline(model, mesh, micro_batches=2, loss=loss).step(torch.ones(4, 3), torch.ones(4, 3))
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_loss_that_trains_nothing_is_refused() -> None:
+    ((vector, number, cut),) = run_ranks(losses_that_are_none, 1, backend=None)
+    assert vector.startswith("loss returned a tensor [2, 3]: it returns the mean")
+    assert number.startswith("loss returned a float: it returns the mean")
+    assert cut.endswith("no gradient, so nothing would be trained")
 
 
 # An error in a stage ends all ranks.

@@ -24,7 +24,7 @@ from imece.collectives import ops, waited
 from imece.mesh import Mesh
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.cutting import Part, Place, Values, dealt_by, names_in, pieces_of
-from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_schedule
+from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_loss, check_schedule
 from imece.model_parallel.shared import Shared, connect
 from imece.models.dealing import deal
 
@@ -186,9 +186,14 @@ class Pipeline:
     def _values(self, inputs: Tensor | Sequence[Tensor], targets: Tensor, begins: Tensor | None) -> Values:
         """The inputs. ValueError unless all can be split alike; UserError unless all ranks have the same."""
         given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        for each in (targets, *given):
+            if not isinstance(each, Tensor) or not each.ndim:
+                raise ValueError(
+                    f"inputs and targets are tensors whose first dim is the batch, not {each!r:.80}"
+                )
         values = tuple(each.contiguous() for each in given)  # torch 2.11 accepts only contiguous ones
         size = targets.shape[0]
-        if size % self.micro_batches:
+        if not size or size % self.micro_batches:
             raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
         if others := [each.shape[0] for each in values if each.shape[0] != size]:
             raise ValueError(f"inputs of a batch of {others[0]}, and targets of one of {size}")
@@ -301,7 +306,9 @@ class Pipeline:
 
     def _mean_loss(self, output: Any, targets: Tensor) -> Tensor:
         """The loss of a micro-batch, divided so that all gradients add up to those of the mean."""
-        return self._loss(output, targets) / self.micro_batches
+        loss = self._loss(output, targets)
+        check_loss(loss, output)
+        return loss / self.micro_batches
 
     def _told(self, loss: Tensor | None) -> Tensor:
         """Send the loss from the last stage to all others."""

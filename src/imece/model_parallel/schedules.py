@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imece.listing import kind_of
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -93,6 +95,17 @@ def check_schedule(schedule: str, micro_batches: int, chunks: int, size: int) ->
             f"micro_batches={micro_batches}: interleaved runs them in {rounds} equal rounds on {size} ranks; "
             f"take {micro_batches - micro_batches % size}"
         )
+
+
+def check_loss(loss: object, output: object) -> None:
+    """ValueError unless it is one number, and has a gradient if the last stage's output has."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
+        raise ValueError(
+            f"loss returned {got}: it returns the mean of a micro-batch, a tensor of one element"
+        )
+    if isinstance(output, Tensor) and output.requires_grad and not loss.requires_grad:
+        raise ValueError("loss returned a tensor that has no gradient, so nothing would be trained")
 
 
 def ideal_bubble(micro_batches: int, chunks: int, size: int) -> float:
