@@ -211,3 +211,9 @@ def test_a_pipe_in_a_files_place_is_named_before_anybody_waits_for_it(folder: Ru
     for opens in (folder.config, lambda: folder.begin(config, RunLock(folder.path))):
         with pytest.raises(UserError, match=f"{pipe}: no plain file, but a pipe"):
             opens()
+
+
+def test_an_empty_config_is_no_run_with_the_defaults(folder: RunFolder) -> None:
+    folder.config_file.write_bytes(b"")
+    with pytest.raises(UserError, match=r"config\.toml: damaged \(it is empty\): put it back"):
+        folder.config()

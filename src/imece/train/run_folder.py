@@ -85,7 +85,7 @@ class RunFolder:
     def config(self) -> TrainConfig:
         """The run's config. UserError if this is no run folder, or the config cannot be read."""
         try:
-            os.stat(self.config_file)
+            is_empty = os.stat(self.config_file).st_size == 0
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{self.path} is no run folder, it has no {self.config_file.name}: check the path"
@@ -95,6 +95,8 @@ class RunFolder:
                 f"{self.path}: cannot be read ({error.strerror}): check the path and its permissions"
             ) from error
         self._check_plain()
+        if is_empty:  # it would be a run with the defaults of everything, its text too
+            raise UserError(f"{self.config_file}: damaged (it is empty): put it back")
         try:
             config = read_toml(self.config_file)
         except UserError as mistake:
