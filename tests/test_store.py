@@ -69,8 +69,13 @@ def test_who_hears_how_a_rank_is() -> None:
         launchers_store(each, meeting, SECOND * 20).set(f"{number}", "said")
         assert agents.get(f"{number}") == b"said" and not meeting.check([f"{number}"])
     assert isinstance(connect(joins, SECOND, {})[0], dist.HashStore)  # it meets nobody yet
-    launchers_store(world(0, 1), dist.PrefixStore("mesh", meeting), SECOND).set("one host", "said")
+    inner, served = dist.PrefixStore("mesh", meeting), {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launchers_store(world(0, 1), inner, SECOND, served).set("one host", "said")
     assert meeting.get("one host") == b"said"
+    launchers_store(world(0, 1), inner, SECOND, {}).set(
+        "mpirun's", "said"
+    )  # rank 0 serves it, and may be gone
+    assert not meeting.check(["mpirun's"])
 
 
 def test_another_jobs_store_is_refused() -> None:

@@ -134,16 +134,22 @@ def client(address: str, port: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def launchers_store(world: World, meeting: dist.Store, timeout: timedelta) -> dist.Store:
+def launchers_store(
+    world: World, meeting: dist.Store, timeout: timedelta, environ: Mapping[str, str] = os.environ
+) -> dist.Store:
     """The store through which a rank talks to its launcher. meeting: the store where its ranks meet.
 
     On one host these are the same; on several, each host's launcher serves a store of its own, on loopback.
+    Where no launcher serves one, nobody listens: rank 0 may end before another rank reports its failure, and
+    torch would print pages of C++ frames.
     """
+    import torch.distributed as dist
+
     if world.agent_port is not None:
         return client(LOOPBACK, world.agent_port, timeout)
     if world.joining and world.master_addr is not None and world.master_port is not None:
         return client(world.master_addr, world.master_port, timeout)
-    return root_store(meeting)
+    return root_store(meeting) if _served_by_launcher(environ) else dist.HashStore()
 
 
 def reach_launchers_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
