@@ -166,7 +166,11 @@ def test_what_cannot_be_dealt() -> None:
         replace(config, mesh=MeshSection(pipeline=5)), r".*: 3 layers .* 5 stages: at most --.* 4", layers=3
     )
     four = MeshSection(pipeline=2, schedule="interleaved")
-    refused(replace(config, mesh=four), r".*: 2 layers .* 4 stages, 2 for each rank: leave it out", layers=2)
+    refused(
+        replace(config, mesh=four),
+        r".*: 2 layers .* 4 stages, 2 for each rank: --mesh\.schedule 1f1b, with one stage .*",
+        layers=2,
+    )
     both = replace(config, mesh=MeshSection(pipeline=2, tensor=2))
     refused(both, r"--mesh\.pipeline 2 and --mesh\.tensor 2 and Muon: its update .*")
     check_divided(replace(both, optimizer=OptimizerSection(kind="adamw")), config.model.shape(4096), 256)

@@ -189,11 +189,13 @@ def _check_layers(asked: str, config: TrainConfig, shape: TransformerConfig) -> 
         )
     pieces, stages = shape.layers + 1, section.pipeline * section.chunks
     if pieces < stages:
-        most = pieces // section.chunks
+        ways = [f"at most --mesh.pipeline {most}"] if (most := pieces // section.chunks) > 1 else []
+        if section.chunks > 1 and pieces >= section.pipeline:
+            ways.append("--mesh.schedule 1f1b, with one stage for each")
         raise UserError(
             f"{asked}: {shape.layers} layers and the head cannot be dealt to {stages} stages"
             f"{f', {section.chunks} for each rank' if section.chunks > 1 else ''}: "
-            + (f"at most --mesh.pipeline {most}" if most > 1 else "leave it out")
+            + (" or ".join(ways) or "leave it out")
         )
 
 
