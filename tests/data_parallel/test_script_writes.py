@@ -134,7 +134,39 @@ def accepted() -> int:
     return compared
 
 
+def own_neighbourhoods() -> None:
+    """Sharpness-aware minimisation in which each rank looks where its own gradient leads: the ranks differ in
+    a synchronised forward, and are alike again before the step."""
+    models: list[nn.Module] = []
+    for wrapper in (imece.DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        module, own = net(), torch.Generator().manual_seed(dist.get_rank())
+        model: Any = wrapper(module)
+        trained = [each for each in module.parameters() if each.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for _ in range(4):
+            x = torch.randn(2, 3, generator=own)
+            with model.no_sync():
+                model(x).square().sum().backward()
+            kept = [each.detach().clone() for each in trained]
+            with torch.no_grad():
+                for each in trained:
+                    assert each.grad is not None
+                    each.add_(each.grad, alpha=0.05)
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            with torch.no_grad():
+                for each, before in zip(trained, kept, strict=True):
+                    each.copy_(before)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(module)
+    ours, theirs = (list(each.parameters()) for each in models)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their)
+
+
 def writes_of_a_script() -> None:
+    own_neighbourhoods()
     refused()
     sharded_before_the_step()
     assert accepted() == 3 * len(WAYS)

@@ -492,12 +492,18 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         used = self.reducer.used
         if used.written:
             mine, self._has_written, used.written = self._has_written, False, False
-            parts = self._has_written_parts()
-            check_written(self._of_each_rank(), self.process_group, self.device, wrote=mine, parts=parts)
+            check_written(
+                self._of_each_rank(),
+                self.process_group,
+                self.device,
+                wrote=mine,
+                more=self._has_more_written(),
+            )
 
-    def _has_written_parts(self) -> bool:
-        """Whether the script wrote into this rank's parts, which all ranks get with the next step."""
-        return False
+    def _has_more_written(self) -> bool:
+        """Whether ranks may differ for now by what the script does: it wrote once more since it was asked, as
+        where it looks at other values for a while, in one forward."""
+        return self._script_writes.has_more()
 
     def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
         """The parameters of which each rank has a copy of its own, which are to be the same."""

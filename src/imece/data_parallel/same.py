@@ -141,18 +141,19 @@ def check_written(
     device: torch.device,
     *,
     wrote: bool,
-    parts: bool,
+    more: bool,
 ) -> None:
     """After the script wrote into parameters on some rank: MismatchError that names ranks and parameters,
     unless all ranks hold the same bits.
 
-    wrote: whether it did on this rank. parts: whether it has written into this rank's parts too, in which the
-    ranks then differ until a step brings them to all. Where some rank has, nobody can tell: it is no error.
+    wrote: whether it did on this rank. more: whether ranks may differ here for now, as it has written since
+    then, or into parts that a step brings to all. Where that is so on some rank nobody can tell: it is no
+    error.
     """
     if differ := _which_differ(named, group):
-        mine = ["wrote"] * wrote + ["parts"] * parts
+        mine = ["wrote"] * wrote + ["more"] * more
         said = of_ranks(group, gather_texts(mine, group, device, "who wrote"))
-        if any("parts" in each for each in said.values()):
+        if any("more" in each for each in said.values()):
             return
         who = rank_words([rank for rank, each in said.items() if each])
         raise MismatchError(

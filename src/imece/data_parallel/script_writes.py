@@ -40,6 +40,11 @@ class ScriptWrites:
         self._usual.append(count)
         return True
 
+    def has_more(self) -> bool:
+        """Whether the script wrote since `is_unusual` was called."""
+        self.count()
+        return self._count > 0
+
     def count(self) -> None:
         """What was written until now was written by the script."""
         before, self._noted = self._noted, self._versions()

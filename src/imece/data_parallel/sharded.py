@@ -238,8 +238,10 @@ class ShardedDataParallel(DistributedDataParallel):
         whole = [each for each in self._frozen if id(each[1]) not in laid]
         return [*self.sharding.of_each_rank, *whole]
 
-    def _has_written_parts(self) -> bool:
-        return any(each.written_part() is not None for each in self.sharding.stores)
+    def _has_more_written(self) -> bool:
+        # Into this rank's parts, which all ranks get with the next step.
+        parts = any(each.written_part() is not None for each in self.sharding.stores)
+        return super()._has_more_written() or parts
 
     def _may_come_late(self) -> bool:
         """Whether a step may end before its gathers do. Not with compiled code: it is made for ordinary
