@@ -34,8 +34,8 @@ from imece.moments import at_opening
 from imece.on_import import register_backend
 
 if TYPE_CHECKING:
-    from imece.checkpoint.full import full_optimizer_state
-    from imece.checkpoint.weights import load_weights
+    from imece.checkpoint.state.full import full_optimizer_state
+    from imece.checkpoint.state.weights import load_weights
     from imece.collectives.ops import (
         Pending,
         Recv,
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "checkpoint.full": ["full_optimizer_state"],
-    "checkpoint.weights": ["load_weights"],
+    "checkpoint.state.full": ["full_optimizer_state"],
+    "checkpoint.state.weights": ["load_weights"],
     "collectives.ops": [
         "Pending", "Recv", "Send", "all_gather", "all_reduce", "barrier", "broadcast", "exchange", "recv",
         "reduce", "reduce_scatter", "send",

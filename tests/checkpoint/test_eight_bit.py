@@ -16,14 +16,14 @@ import imece
 from imece.checkpoint import Checkpoints, Slice, open_checkpoint
 from imece.checkpoint.deal import kinds
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.kept import Entry, Kept
-from imece.checkpoint.names import NUMBERS, OPTIMIZER
-from imece.checkpoint.plain import by_key, plain, value_of
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.kept import Entry, Kept
+from imece.checkpoint.state.names import NUMBERS, OPTIMIZER
+from imece.checkpoint.state.plain import by_key, plain, value_of
+from imece.checkpoint.state.training_state import TrainingState
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.membership.copies import Copies
-from tests.checkpoint.test_training_state import differences
+from tests.checkpoint.state.test_training_state import differences
 from tests.data_parallel.sharding import test_block_wise as libraries
 from tests.data_parallel.sharding.test_block_wise import Wide, interpreted, loss_of
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from imece.checkpoint.save import Checkpoints
 from imece.data.prepare import prepare
 from imece.models.transformer import Transformer
 from imece.train.config import DataSection, ModelSection, TrainConfig
-from imece.train.run_folder import RunFolder, shape_as_json
+from imece.train.run.folder import RunFolder, shape_as_json
 
 TEXT = "The çığ of 🏔 number {number} fell on a village, and the village did one job together: imece.\n"
 BEST_STEP, LAST_STEP = 1, 2

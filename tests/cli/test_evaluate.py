@@ -21,9 +21,9 @@ from imece.cli.main import main
 from imece.data.baselines import baselines
 from imece.data.prepare import TextSource, prepare
 from imece.data.tokens import open_tokens
-from imece.train.origin import trained_model
-from imece.train.precision import choose_precision
-from imece.train.run_folder import RunFolder
+from imece.train.model.origin import trained_model
+from imece.train.model.precision import choose_precision
+from imece.train.run.folder import RunFolder
 from tests.cli.refused import refused
 
 

@@ -29,8 +29,8 @@ from imece.models.hugging_face import from_hugging_face
 from imece.models.hugging_face_files import write_weights
 from imece.models.transformer import Transformer
 from imece.train.config import DataSection, defaults
-from imece.train.origin import keep, trained_model
-from imece.train.run_folder import RunFolder
+from imece.train.model.origin import keep, trained_model
+from imece.train.run.folder import RunFolder
 from tests.cli.conftest import TEXT, make_run
 from tests.cli.refused import refused
 from tests.ranks import start_ranks

@@ -27,7 +27,7 @@ from imece.cli.main import COMMANDS, main
 from imece.errors import UserError
 from imece.launch.generations import Limits
 from imece.launch.hosts.here import Plan
-from imece.train.stopping import Stop
+from imece.train.watch.stopping import Stop
 
 
 def run(*argv: str) -> tuple[int, str, str]:

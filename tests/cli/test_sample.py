@@ -24,8 +24,8 @@ from imece.data.corpus import Source
 from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from imece.models.generate import LogitsError, generate
 from imece.models.transformer import Transformer
-from imece.train.origin import model_of, trained_model
-from imece.train.run_folder import RunFolder
+from imece.train.model.origin import model_of, trained_model
+from imece.train.run.folder import RunFolder
 from tests.cli.refused import refused
 
 SENTENCE = "çığ 🏔️ a�b 日本語 naïve"

@@ -29,8 +29,8 @@ from imece.launch.generations import Limits
 from imece.train import header, start
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
-from imece.train.run_folder import RunFolder
-from imece.train.run_lock import HELD
+from imece.train.run.folder import RunFolder
+from imece.train.run.lock import HELD
 from tests.cli.refused import refused
 from tests.train.compare import files
 from tests.train.small import options, write_text
@@ -572,7 +572,7 @@ def test_a_file_system_without_locks(
             raise OSError(number, os.strerror(number))
 
         without = SimpleNamespace(**vars(fcntl) | {"flock": flock})
-        monkeypatch.setattr("imece.train.run_lock.fcntl", without)
+        monkeypatch.setattr("imece.train.run.lock.fcntl", without)
         assert main(["train", *options(tmp_path, f"run{number}")]) == 0
     assert len(launched) == 2
 

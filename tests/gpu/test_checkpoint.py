@@ -11,7 +11,7 @@ from torch.optim import AdamW
 import imece
 from imece.checkpoint import Checkpoints, open_checkpoint
 from imece.checkpoint.files import step_folder
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from tests.gpu.devices import DEVICES, run_on
 from tests.gpu.training import new_model, train
 

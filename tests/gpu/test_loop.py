@@ -23,15 +23,15 @@ from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train import loop as loops
 from imece.train.batch import BatchPlan
-from imece.train.clock import Clock
 from imece.train.config import OptimizerSection, TrainConfig
 from imece.train.loop import Loop
-from imece.train.optimizer import make_optimizers
+from imece.train.model.optimizer import make_optimizers
+from imece.train.model.precision import Precision
 from imece.train.passes import InTurn
-from imece.train.precision import Precision
 from imece.train.session import Session
 from imece.train.step import Step
-from imece.train.stopping import Stop
+from imece.train.watch.clock import Clock
+from imece.train.watch.stopping import Stop
 from tests.gpu.cpu_as_gpu import CUDA, cpu_as_gpu, gpu
 from tests.gpu.fake_world import enter
 from tests.ranks import run_ranks

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import imece
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import hierarchical
 from imece.data_parallel.sharding import stores
 from imece.data_parallel.sharding.parts import move_into

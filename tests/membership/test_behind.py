@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import imece
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import ops, texts
 from imece.membership.behind import catch_up
 from imece.membership.pieces import Pieces

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 import imece
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.membership import streams

@@ -17,7 +17,7 @@ from imece.errors import UserError
 from imece.models.foreign import ForeignConfig
 from imece.models.hugging_face import HuggingFaceModel, read_config
 from imece.models.stored import Piece
-from imece.train.origin import model_of, open_weights
+from imece.train.model.origin import model_of, open_weights
 from tests.models.test_foreign import saved
 
 GATE_UP = "inner.model.layers.1.mlp.experts.gate_up_proj"

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from imece.checkpoint.weights import fill
+from imece.checkpoint.state.weights import fill
 from imece.errors import UserError
 from imece.models.foreign import APART, ForeignConfig, ForeignModel
 from imece.models.generate import generate
 from imece.models.hugging_face import HuggingFaceModel, from_hugging_face, read_config
 from imece.models.language_model import give_memory
-from imece.train.origin import model_of, open_weights
+from imece.train.model.origin import model_of, open_weights
 
 _LLAMAS = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,

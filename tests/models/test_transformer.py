@@ -17,7 +17,7 @@ from imece.models.cross_entropy import Reduction, cross_entropy
 from imece.models.presets import PRESETS, preset
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Attention, KVCache, Transformer, rotate, rotation_at
-from imece.train.run_folder import read_shape, shape_as_json
+from imece.train.run.folder import read_shape, shape_as_json
 
 CONFIG = TransformerConfig(
     vocab_size=50, layers=3, width=32, heads=4, kv_heads=2, mlp_width=48, max_seq=24, tied_head=True

@@ -33,7 +33,7 @@ from imece.plan.models.from_code import of_module
 from imece.plan.models.model import from_shape
 from imece.plan.setup import Optimizer, Parallel, Precision, Recipe, Setup, Strategy
 from imece.train.config import OptimizerSection
-from imece.train.optimizer import make_optimizers
+from imece.train.model.optimizer import make_optimizers
 from tests.ranks import run_ranks
 
 RANKS = 2

@@ -17,7 +17,7 @@ from imece.errors import UserError
 from imece.train import alike
 from imece.train.alike import check_same_folder
 from imece.train.start import run_rank
-from imece.train.stopping import Stop
+from imece.train.watch.stopping import Stop
 from tests.ranks import run_ranks
 from tests.train.command import leave_out
 from tests.train.small import options, write_text

@@ -17,14 +17,14 @@ from imece.cli.main import main
 from imece.data.batches import IGNORE, Batches
 from imece.data.tokenizer import load_tokenizer
 from imece.data.tokens import open_tokens
-from imece.train.beginning import new_model
-from imece.train.origin import shape_of, trained_model
-from imece.train.precision import choose_precision
-from imece.train.run_folder import RunFolder
+from imece.train.model.beginning import new_model
+from imece.train.model.origin import shape_of, trained_model
+from imece.train.model.precision import choose_precision
+from imece.train.run.folder import RunFolder
 from tests.train.command import in_fork, train
 from tests.train.compare import records
+from tests.train.model.test_origin import write_model
 from tests.train.small import options
-from tests.train.test_origin import write_model
 
 SEQ = 32
 NEAR = 1e-5  # fp32, summed in another order

@@ -30,8 +30,8 @@ from imece.train.config import (
     flat,
 )
 from imece.train.config_file import read_toml, to_toml
-from imece.train.run_folder import RunFolder
-from imece.train.same_run import MAY_CHANGE, check_same_run
+from imece.train.run.folder import RunFolder
+from imece.train.run.same import MAY_CHANGE, check_same_run
 
 _CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")  # control characters too
 WORDS = st.text(_CHARACTERS, max_size=12)

@@ -17,7 +17,7 @@ from imece.data.tokens import Part
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.evaluate import evaluate, mean_nats, windows_read
-from imece.train.precision import Precision
+from imece.train.model.precision import Precision
 from tests.data.test_whole_windows import part_of_records
 
 FP32 = Precision("fp32", "cpu")

@@ -19,8 +19,8 @@ from imece.models.language_model import outline
 from imece.train.config import OptimizerSection
 from tests.train.command import in_fork, train
 from tests.train.compare import exact, last, records
+from tests.train.model.test_origin import SEQ, ready, words
 from tests.train.test_foreign import write_foreign
-from tests.train.test_origin import SEQ, ready, words
 
 _SIZE = {
     "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4,

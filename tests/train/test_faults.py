@@ -26,8 +26,8 @@ from imece.data.tokens import open_tokens
 from imece.observe.metrics import read_metrics
 from imece.plan.check import read_plan
 from imece.train.evaluate import mean_nats
-from imece.train.origin import trained_model
-from imece.train.run_folder import RunFolder
+from imece.train.model.origin import trained_model
+from imece.train.run.folder import RunFolder
 from imece.train.step import Step
 from tests.train.command import Train, in_fork, train
 from tests.train.compare import assert_same_run, exact, files, last, records, summary

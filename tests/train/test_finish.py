@@ -19,8 +19,8 @@ from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import MeshSection, TrainConfig
 from imece.train.finish import _prompt, _rows, _sample, next_commands
-from imece.train.precision import Precision
-from imece.train.run_folder import RunFolder
+from imece.train.model.precision import Precision
+from imece.train.run.folder import RunFolder
 from tests.checkpoint.crew import crew, state_of
 
 

@@ -20,13 +20,13 @@ from imece.models.foreign import ForeignConfig
 from imece.plan.hardware import find_cluster
 from imece.train.batch import plan_batch
 from imece.train.config import LoraSection, OptimizerSection, TrainConfig
-from imece.train.precision import Precision
+from imece.train.model.precision import Precision
 from imece.train.prediction import Given, Machine, planned, predict
-from imece.train.run_folder import RunFolder
+from imece.train.run.folder import RunFolder
 from tests.ranks import run_ranks
 from tests.train.command import in_fork, train
 from tests.train.compare import records
-from tests.train.test_origin import first_sequences, opened, ready, words, write_tokenizer
+from tests.train.model.test_origin import first_sequences, opened, ready, words, write_tokenizer
 
 _GPT2: dict[str, Any] = {
     "vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1,

@@ -17,15 +17,15 @@ from imece.errors import UserError
 from imece.models.cross_entropy import cross_entropy
 from imece.models.hugging_face import read_config
 from imece.models.language_model import outline
-from imece.train.adapters import add, first_values
 from imece.train.config import LoraSection, OptimizerSection
-from imece.train.origin import trained_model
-from imece.train.run_folder import RunFolder
+from imece.train.model.adapters import add, first_values
+from imece.train.model.origin import trained_model
+from imece.train.run.folder import RunFolder
 from tests.train.command import in_fork, train
 from tests.train.compare import exact, last, records
-from tests.train.test_adapters import STRATEGIES, four_bits_apart, same
+from tests.train.model.test_adapters import STRATEGIES, four_bits_apart, same
+from tests.train.model.test_origin import SEQ, ready, words
 from tests.train.test_foreign import write_foreign
-from tests.train.test_origin import SEQ, ready, words
 
 RANK, ALPHA, LR = 3, 9, 1e-2
 TRAINED = [

@@ -17,7 +17,7 @@ from imece.data.prepare import prepare
 from imece.train import header
 from imece.train.batch import BatchPlan, batches_of
 from imece.train.evaluate import of_all, windows_read
-from imece.train.run_folder import RunFolder
+from imece.train.run.folder import RunFolder
 from tests.data.helpers import part_of, part_of_sources
 from tests.train.command import in_fork, train
 from tests.train.compare import records, summary

@@ -12,8 +12,8 @@ from imece import mesh as meshes
 from imece.models.transformer import Transformer
 from imece.train.config import MeshSection
 from imece.train.evaluate import evaluate
+from imece.train.model.precision import Precision
 from imece.train.passes import InPipeline
-from imece.train.precision import Precision
 from tests.ranks import run_ranks
 from tests.train.test_step import FP32, SEQ, Bench, distance, text
 

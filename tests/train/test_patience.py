@@ -19,7 +19,7 @@ from imece.collectives import ops
 from imece.errors import PeerLostError
 from imece.train import loop as loops
 from imece.train.loop import Loop
-from imece.train.run_folder import RunFolder
+from imece.train.run.folder import RunFolder
 from imece.train.session import Session
 from tests.data.helpers import part_of
 from tests.ranks import run_ranks

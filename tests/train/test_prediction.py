@@ -24,7 +24,7 @@ from imece.train.batch import BatchPlan, plan_batch
 from imece.train.choosing import chosen_before
 from imece.train.config import LoraSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import train_units
-from imece.train.precision import Precision
+from imece.train.model.precision import Precision
 from imece.train.prediction import Given, Machine, Prediction, compared, measured, predict
 from tests.plan.test_here import FIGURES, NOW, without_home
 

@@ -20,18 +20,19 @@ from imece.errors import PeerLostError, UserError
 from imece.membership.recovery import MovedOnError
 from imece.observe.metrics import read_metrics
 from imece.train import loop as loops
-from imece.train import opening, resuming
+from imece.train import opening
 from imece.train import session as sessions
 from imece.train.batch import BatchPlan
 from imece.train.config import CheckpointSection, ModelSection, TrainConfig, ValidateSection
 from imece.train.loop import Loop, _Together
+from imece.train.model.precision import Precision
 from imece.train.opening import first_ranks, open_session
-from imece.train.precision import Precision
-from imece.train.resuming import check_of_run
-from imece.train.same_run import computed_with
+from imece.train.run import resuming
+from imece.train.run.resuming import check_of_run
+from imece.train.run.same import computed_with
 from imece.train.session import Session
 from imece.train.step import Outcome, Step
-from imece.train.watching import Watching
+from imece.train.watch.watching import Watching
 
 CPU = torch.device("cpu")
 EVERY_2 = CheckpointSection(every=2)

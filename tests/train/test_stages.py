@@ -17,7 +17,6 @@ import torch
 
 from imece.cli.train import read_config
 from imece.errors import UserError
-from imece.train import optimizer as train_optimizer
 from imece.train.batch import plan_batch
 from imece.train.config import (
     BatchSection,
@@ -29,6 +28,7 @@ from imece.train.config import (
     TrainConfig,
 )
 from imece.train.dividing import axes_of, check_divided, dealt, groups_of
+from imece.train.model import optimizer as train_optimizer
 from tests.train.command import Outcome, in_fork, train
 from tests.train.compare import last, records, summary
 from tests.train.small import options

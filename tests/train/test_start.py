@@ -15,9 +15,9 @@ import torch
 from imece.errors import UserError
 from imece.train import start
 from imece.train.config import TrainConfig
-from imece.train.run_lock import HELD, RunLock
+from imece.train.run.lock import HELD, RunLock
 from imece.train.session import Session
-from imece.train.stopping import Stop
+from imece.train.watch.stopping import Stop
 
 AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 Rank = Callable[..., None]

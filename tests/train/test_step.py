@@ -16,7 +16,7 @@ from torch import Tensor
 
 import imece
 from imece.checkpoint import Slice, TrainingState
-from imece.checkpoint.names import NUMBERS
+from imece.checkpoint.state.names import NUMBERS
 from imece.data.batches import Batches
 from imece.data.tokens import Part
 from imece.data_parallel.average import Over
@@ -24,14 +24,14 @@ from imece.models.cross_entropy import cross_entropy
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.batch import BatchPlan, plan_batch, shared_among
-from imece.train.clock import Clock
 from imece.train.config import BatchSection, MeshSection, OptimizerSection, TrainConfig
 from imece.train.dividing import axes_of, dealt
 from imece.train.evaluate import evaluate
-from imece.train.optimizer import make_optimizers
+from imece.train.model.optimizer import make_optimizers
+from imece.train.model.precision import Precision
 from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
-from imece.train.precision import Precision
 from imece.train.step import Step
+from imece.train.watch.clock import Clock
 from imece.world import read_world
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import numpy as np
 from imece.cli.train import read_config
 from imece.data.batches import Batches, rows
 from imece.train.start import run_rank
-from imece.train.stopping import Stop
+from imece.train.watch.stopping import Stop
 from tests.ranks import run_ranks
 from tests.train.command import leave_out
 from tests.train.compare import records

@@ -22,7 +22,7 @@ from imece.models.presets import preset
 from imece.models.transformer import Transformer
 from imece.observe.environment import cpu_model
 from imece.system.control_groups import allowed_bytes
-from imece.train.precision import choose_precision, multiplies_bf16
+from imece.train.model.precision import choose_precision, multiplies_bf16
 from imece.train.prediction import FIRST_STEP_BYTES
 
 _LONG_S = 0.4

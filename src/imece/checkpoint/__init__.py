@@ -28,11 +28,11 @@ Nothing that is read here is ever unpickled.
 """
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.full import full_optimizer_state
 from imece.checkpoint.load import Saved, all_steps, best, newest, open_checkpoint
 from imece.checkpoint.save import Checkpoints
-from imece.checkpoint.training_state import TrainingState
-from imece.checkpoint.weights import Loaded, load_weights
+from imece.checkpoint.state.full import full_optimizer_state
+from imece.checkpoint.state.training_state import TrainingState
+from imece.checkpoint.state.weights import Loaded, load_weights
 
 __all__ = [
     "Checkpoints",

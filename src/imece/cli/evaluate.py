@@ -36,9 +36,9 @@ from imece.models.language_model import LanguageConfig
 from imece.observe.units import megabytes, si
 from imece.train.config import DataSection, Dtype, TrainConfig, also, defaults, separates
 from imece.train.evaluate import Nats, evaluate, summed
-from imece.train.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of
-from imece.train.precision import Precision, choose_precision
-from imece.train.run_folder import Which, check_which
+from imece.train.model.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of
+from imece.train.model.precision import Precision, choose_precision
+from imece.train.run.folder import Which, check_which
 
 PROG = "imece eval"
 DESCRIPTION = (

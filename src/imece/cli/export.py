@@ -20,7 +20,7 @@ import torch
 import tyro
 from tokenizers.processors import TemplateProcessing
 
-from imece.checkpoint.names import MODEL
+from imece.checkpoint.state.names import MODEL
 from imece.cli.export_adapter import FOUR_BITS, write_adapter
 from imece.cli.options import parse
 from imece.data.chats import TEMPLATE, Chats
@@ -39,8 +39,8 @@ from imece.models.hugging_face import (
 from imece.models.hugging_face_files import write_weights
 from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
-from imece.train.origin import Weights, tokenizer_of, weights_of
-from imece.train.run_folder import Which, check_which, find_run
+from imece.train.model.origin import Weights, tokenizer_of, weights_of
+from imece.train.run.folder import Which, check_which, find_run
 from imece.writing import other_place, sync, sync_folder
 
 PROG = "imece export"

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from imece.checkpoint.load import Saved
-from imece.checkpoint.names import MODEL
+from imece.checkpoint.state.names import MODEL
 from imece.models.foreign import INNER, ForeignConfig
 from imece.models.hugging_face import hugging_face_name
 from imece.models.language_model import LanguageConfig, outline
-from imece.train.adapters import ADAPTER_A, ADAPTER_B, lies, targets_of
 from imece.train.config import LoraSection, TrainConfig
-from imece.train.run_folder import read_shape
+from imece.train.model.adapters import ADAPTER_A, ADAPTER_B, lies, targets_of
+from imece.train.run.folder import read_shape
 
-# How transformers makes the same codes as imece.train.adapters.codes_of.
+# How transformers makes the same codes as imece.train.model.adapters.codes_of.
 FOUR_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 _WRAPPED = "base_model.model."  # peft's prefix for the names of transformers' model
 _ENDS = {ADAPTER_A: ".lora_A.weight", ADAPTER_B: ".lora_B.weight"}

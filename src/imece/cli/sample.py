@@ -20,8 +20,8 @@ from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible
-from imece.train.origin import Weights, model_of, open_weights, tokenizer_of
-from imece.train.run_folder import Which, check_which
+from imece.train.model.origin import Weights, model_of, open_weights, tokenizer_of
+from imece.train.run.folder import Which, check_which
 
 PROG = "imece sample"
 DESCRIPTION = (

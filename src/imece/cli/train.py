@@ -23,17 +23,17 @@ from imece.launch.local import launch
 from imece.listing import many
 from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
-from imece.train.adapters import check_asked
 from imece.train.config import TrainConfig, defaults
 from imece.train.config_file import read_toml, to_toml
-from imece.train.drift import DriftError
 from imece.train.loop import NotFiniteError
+from imece.train.model.adapters import check_asked
 from imece.train.other_names import OURS
-from imece.train.run_folder import RunFolder
-from imece.train.run_lock import HELD, RunLock
+from imece.train.run.folder import RunFolder
+from imece.train.run.lock import HELD, RunLock
 from imece.train.start import Progress as Report
 from imece.train.start import make_ready, run_rank
-from imece.train.stopping import SIGNALS, Stop
+from imece.train.watch.drift import DriftError
+from imece.train.watch.stopping import SIGNALS, Stop
 
 PROG = "imece train"
 DESCRIPTION = (

@@ -123,7 +123,7 @@ class Crew:
     ) -> Process:
         """Start one rank, as the leader of its own process group. direct: it writes to this process'
         own output.
-        listens: signals that end it wait until the rank listens for them (train/stopping.py).
+        listens: signals that end it wait until the rank listens for them (train/watch/stopping.py).
 
         Raises OSError, ValueError or subprocess.SubprocessError.
         """

@@ -41,7 +41,7 @@ def launch(
     signal that this process got. SIGINT, SIGTERM and, as SIGTERM, SIGHUP are passed on to the ranks, which
     then have `grace_s` seconds; a second signal, a second later or more, kills them at once. direct: the
     ranks are `imece train`'s. Rank 0 then writes to this process' own output, without a prefix, signals wait
-    until a rank listens for them (train/stopping.py), and a rank that ends with status 2, or with 1 and no
+    until a rank listens for them (watch/stopping.py), and a rank that ends with status 2, or with 1 and no
     exception, has itself said what is wrong. Call this from the main thread. UserError if the ranks cannot be
     started.
 

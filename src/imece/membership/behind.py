@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from imece.checkpoint.deal import Slice
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.membership.pieces import DTYPES, Pieces

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torch.optim import Optimizer
 
-from imece.checkpoint.kept import Kept
-from imece.checkpoint.names import EXTRA, MODEL, OPTIMIZER
-from imece.checkpoint.weights import held, shaped
+from imece.checkpoint.state.kept import Kept
+from imece.checkpoint.state.names import EXTRA, MODEL, OPTIMIZER
+from imece.checkpoint.state.weights import held, shaped
 from imece.data_parallel.sharded import ShardedDataParallel
 
 

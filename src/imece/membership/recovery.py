@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from imece.checkpoint.names import MODEL
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.names import MODEL
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel

@@ -15,7 +15,7 @@ from imece.data.begins import begins_of
 from imece.data.tokens import Part
 from imece.data.whole_windows import WholeWindows
 from imece.model_parallel.vocabulary import cross_entropy
-from imece.train.precision import Precision
+from imece.train.model.precision import Precision
 from imece.train.sending import sent
 
 Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]

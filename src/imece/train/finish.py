@@ -22,10 +22,10 @@ from imece.observe.report import write_report
 from imece.observe.run_files import BY_SOURCE, CHECKPOINT, ENDED, as_argument, write_json
 from imece.observe.units import duration, si
 from imece.train.loop import Loop
-from imece.train.origin import trained_model
+from imece.train.model.origin import trained_model
 from imece.train.prediction import compared, keep, measured
 from imece.train.session import Session
-from imece.train.watching import Watching
+from imece.train.watch.watching import Watching
 
 _SAMPLE_TOKENS = 160
 _SAMPLE_SEED = 1

@@ -9,8 +9,8 @@ from imece.listing import many, some
 from imece.model_parallel.pipeline import Pipeline
 from imece.model_parallel.schedules import ideal_bubble
 from imece.observe.units import megabytes, si
-from imece.train.adapters import describe as describe_adapters
 from imece.train.config import TrainConfig
+from imece.train.model.adapters import describe as describe_adapters
 from imece.train.session import Session
 
 _NAMED = 3  # texts named in a line

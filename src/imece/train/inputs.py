@@ -9,13 +9,13 @@ from pathlib import Path
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared, TextSource
 from imece.models.language_model import LanguageConfig
-from imece.train.adapters import check_targets
 from imece.train.batch import BatchPlan, batches_of, plan_batch
 from imece.train.config import TrainConfig
 from imece.train.dividing import check_divided, groups_of
 from imece.train.evaluate import windows_read
-from imece.train.origin import keep, sequence_length, shape_of
-from imece.train.run_folder import RunFolder
+from imece.train.model.adapters import check_targets
+from imece.train.model.origin import keep, sequence_length, shape_of
+from imece.train.run.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from imece.collectives import ops
 from imece.collectives.texts import gather_json
 from imece.membership.recovery import MovedOnError, Recovered
 from imece.observe.events import VAL_LOSS_OF
-from imece.train.clock import Lap
 from imece.train.dividing import part_of
-from imece.train.drift import Drift, DriftError
 from imece.train.evaluate import evaluate, of_all, of_each
-from imece.train.peak import flops_per_token, measured_peak
-from imece.train.schedule import learning_rate
+from imece.train.model.schedule import learning_rate
 from imece.train.sending import sent
 from imece.train.session import Session
 from imece.train.step import Outcome
-from imece.train.stopping import Stop
-from imece.train.stragglers import PHASES, Stragglers
-from imece.train.used_memory import UsedMemory
-from imece.train.watching import Watching
+from imece.train.watch.clock import Lap
+from imece.train.watch.drift import Drift, DriftError
+from imece.train.watch.peak import flops_per_token, measured_peak
+from imece.train.watch.stopping import Stop
+from imece.train.watch.stragglers import PHASES, Stragglers
+from imece.train.watch.used_memory import UsedMemory
+from imece.train.watch.watching import Watching
 
 
 class NotFiniteError(Exception):

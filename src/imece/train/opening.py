@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.data.prepare import prepare, reopen
 from imece.data_parallel.average import Over
 from imece.data_parallel.parallelize import parallelize
@@ -19,24 +19,24 @@ from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
 from imece.models.language_model import LanguageConfig, LanguageModel, give_memory, move_buffers
 from imece.models.transformer import Transformer
-from imece.train.adapters import begin_beside
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
-from imece.train.beginning import new_model, zero
 from imece.train.choosing import strategy_of
-from imece.train.clock import Clock
-from imece.train.compiling import compile_now
 from imece.train.config import TrainConfig
 from imece.train.dividing import dealt, divided, train_units
 from imece.train.inputs import Inputs, read_inputs
-from imece.train.optimizer import make_optimizers
-from imece.train.origin import open_base
+from imece.train.model.adapters import begin_beside
+from imece.train.model.beginning import new_model, zero
+from imece.train.model.compiling import compile_now
+from imece.train.model.optimizer import make_optimizers
+from imece.train.model.origin import open_base
+from imece.train.model.precision import Precision, choose_precision
 from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
-from imece.train.precision import Precision, choose_precision
 from imece.train.prediction import Given, machine_of
-from imece.train.run_folder import RunFolder
+from imece.train.run.folder import RunFolder
 from imece.train.session import Session
 from imece.train.step import Step
+from imece.train.watch.clock import Clock
 
 
 def open_session(config: TrainConfig, mesh: Mesh) -> Session:

@@ -21,9 +21,9 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
 from imece.model_parallel.vocabulary import cross_entropy
-from imece.train.clock import Clock
 from imece.train.evaluate import mean_nats, summed
-from imece.train.precision import Precision
+from imece.train.model.precision import Precision
+from imece.train.watch.clock import Clock
 
 Draws = Callable[[int], None]
 

@@ -34,11 +34,11 @@ from imece.plan.models.model import Model, from_shape
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.system.control_groups import allowed_bytes
-from imece.train.adapters import targets_of
 from imece.train.batch import BatchPlan
 from imece.train.config import LoraSection, TrainConfig
 from imece.train.dividing import train_units
-from imece.train.precision import Precision
+from imece.train.model.adapters import targets_of
+from imece.train.model.precision import Precision
 
 _WARM = 3  # slower steps at the beginning, not counted
 FIRST_STEP_BYTES = 70 << 20

@@ -13,7 +13,7 @@ import torch
 from imece.checkpoint.commit import METRIC_ON, METRIC_OVER
 from imece.checkpoint.load import Saved
 from imece.checkpoint.save import Checkpoints
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives.texts import gather_json
 from imece.data.batches import Batches
 from imece.data.prepare import Prepared
@@ -25,21 +25,21 @@ from imece.membership.unwatched import say_unwatched
 from imece.mesh import Mesh
 from imece.model_parallel.pipeline import Pipeline
 from imece.models.language_model import LanguageModel
-from imece.train.adapters import begin_beside
 from imece.train.agreeing import together
 from imece.train.batch import BatchPlan, shared_among
-from imece.train.beginning import begin_again, begin_with
-from imece.train.clock import Clock
 from imece.train.evaluate import windows_read
-from imece.train.origin import open_base
-from imece.train.peak import measured_peak
-from imece.train.precision import Precision
+from imece.train.model.adapters import begin_beside
+from imece.train.model.beginning import begin_again, begin_with
+from imece.train.model.origin import open_base
+from imece.train.model.precision import Precision
 from imece.train.prediction import Given, Machine, Prediction, predict
 from imece.train.progress import NOTHING, Progress
-from imece.train.resuming import newest_for
-from imece.train.run_folder import RunFolder, shape_as_json
-from imece.train.same_run import computed_with
+from imece.train.run.folder import RunFolder, shape_as_json
+from imece.train.run.resuming import newest_for
+from imece.train.run.same import computed_with
 from imece.train.step import Step
+from imece.train.watch.clock import Clock
+from imece.train.watch.peak import measured_peak
 
 _POLL_S = 0.01
 

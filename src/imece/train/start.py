@@ -23,25 +23,25 @@ from imece.observe.environment import environment
 from imece.observe.run_files import as_argument, write_json
 from imece.system.control_groups import usable_cores
 from imece.system.open_files import TRAIN, check_open_files
-from imece.train.adapters import check_libraries
 from imece.train.agreeing import together
 from imece.train.alike import check_same_folder, check_same_start
 from imece.train.config import TrainConfig
 from imece.train.dividing import axes_of
-from imece.train.drift import DriftError
 from imece.train.finish import end_early, finish, is_finished, newest_kept
 from imece.train.header import header, notes_on_data
 from imece.train.inputs import read_inputs, shape_and_plan
 from imece.train.loop import Loop, NotFiniteError
+from imece.train.model.adapters import check_libraries
+from imece.train.model.origin import open_base
+from imece.train.model.precision import choose_precision
 from imece.train.opening import open_session
-from imece.train.origin import open_base
-from imece.train.precision import choose_precision
 from imece.train.prediction import keep
-from imece.train.run_folder import RunFolder
-from imece.train.run_lock import RunLock
+from imece.train.run.folder import RunFolder
+from imece.train.run.lock import RunLock
 from imece.train.session import Session
-from imece.train.stopping import Stop
-from imece.train.watching import Watching
+from imece.train.watch.drift import DriftError
+from imece.train.watch.stopping import Stop
+from imece.train.watch.watching import Watching
 from imece.world import read_world
 
 Progress = Callable[[str, int, int], None]

@@ -21,9 +21,9 @@ from imece.membership.draws import begin_draws
 from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
 from imece.train.batch import BatchPlan
-from imece.train.clock import Clock
 from imece.train.passes import MicroBatch, Passes, not_finite, trained
 from imece.train.sending import sent
+from imece.train.watch.clock import Clock
 
 # What is not finite in a micro-batch: its loss, if known here; parameters; documents.
 _Found = tuple[float | None, list[str], list[int]] | None

@@ -16,7 +16,7 @@ from imece.launch.spawn import spawn
 from imece.listing import many
 from imece.models.presets import preset
 from imece.observe.environment import cpu_model
-from imece.train.peak import flops_per_token, measured_peak
+from imece.train.watch.peak import flops_per_token, measured_peak
 
 PARTS = ("wrapper", "compile", "strategies", "loop", "optimizer")
 

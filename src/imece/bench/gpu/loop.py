@@ -13,7 +13,7 @@ from imece.bench.train.pausing import PausingLoop
 from imece.mesh import Mesh
 from imece.train.config import BatchSection, CheckpointSection, ModelSection, ValidateSection
 from imece.train.opening import open_session
-from imece.train.run_folder import RunFolder
+from imece.train.run.folder import RunFolder
 
 _WARM_UP = 3  # steps
 

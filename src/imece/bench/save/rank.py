@@ -15,7 +15,7 @@ from imece.bench.resident import peak_bytes, peak_from_now_on
 from imece.checkpoint.files import step_folder
 from imece.checkpoint.manifest import file_name
 from imece.checkpoint.save import Checkpoints
-from imece.checkpoint.training_state import TrainingState
+from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import ops
 
 

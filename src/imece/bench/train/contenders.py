@@ -27,8 +27,8 @@ from imece.train.config import (
     TrainConfig,
     ValidateSection,
 )
-from imece.train.precision import choose_precision
-from imece.train.run_folder import RunFolder
+from imece.train.model.precision import choose_precision
+from imece.train.run.folder import RunFolder
 
 OURS = {"bf16": "imece-bf16", "fp32": "imece-fp32"}
 COMPILED = {"bf16": "imece-compiled-bf16", "fp32": "imece-compiled-fp32"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from imece.train.loop import Loop
 from imece.train.session import Session
-from imece.train.stopping import Stop
-from imece.train.watching import Watching
+from imece.train.watch.stopping import Stop
+from imece.train.watch.watching import Watching
 
 
 class _EnoughError(Exception):

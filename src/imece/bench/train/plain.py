@@ -21,9 +21,9 @@ from imece.data.tokens import open_tokens
 from imece.models.cross_entropy import cross_entropy
 from imece.models.transformer import Transformer
 from imece.train.batch import plan_batch
-from imece.train.optimizer import make_optimizers
-from imece.train.run_folder import RunFolder
-from imece.train.schedule import learning_rate
+from imece.train.model.optimizer import make_optimizers
+from imece.train.model.schedule import learning_rate
+from imece.train.run.folder import RunFolder
 
 
 class PlainLoop:

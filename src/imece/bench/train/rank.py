@@ -23,7 +23,7 @@ from imece.checkpoint.manifest import file_name
 from imece.collectives import ops
 from imece.train.config import CheckpointSection
 from imece.train.opening import open_session
-from imece.train.run_folder import RunFolder
+from imece.train.run.folder import RunFolder
 from imece.train.session import Session
 
 
