@@ -31,7 +31,8 @@ def test_what_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert said.startswith(f"{file}: DeepSpeed's configuration, for 8 ranks\n\ntaken\n")
     for part in (
         '  zero_optimization.stage                     3               strategy "zero3"\n',
-        "LEFT OUT\n  zero_optimization.zero_quantized_gradients  true ",
+        "  zero_optimization.zero_quantized_gradients  true            gradients are sent in int8\n",
+        "LEFT OUT\n  optimizer.params.bias_correction ",
         "  optimizer = torch.optim.AdamW(model.parameters(), lr=3e-05, betas=(0.9, 0.95), eps=1e-08, ",
         "      precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16),\n",
         "  # a step is 4 backwards, each of loss / 4, all but the last in model.no_sync()\n",

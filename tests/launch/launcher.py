@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -45,6 +46,8 @@ class Launcher:
                 os.dup2(self._out.fileno(), 1)
                 os.dup2(self._err.fileno(), 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                faulthandler.unregister(signal.SIGUSR1)  # a mesh that a test opened in this process may have
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(
                         number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from imece import mesh as meshes
+from imece import opening
 from imece.collectives.shared_memory.other_devices import OtherDevices
 from imece.errors import PeerLostError
 from imece.membership import aborting, gpu_errors, member
@@ -269,7 +270,7 @@ def test_who_hears_of_a_death_by_an_error_aborts_before_the_groups_are_destroyed
     own._roster = cast(Any, SimpleNamespace(since=lambda number: [newest]))
     monkeypatch.setattr(aborting, "device_backends", lambda: [SimpleNamespace(abort=abort)])
     monkeypatch.setattr(member, "GuardedStore", lambda *_: dist.HashStore())
-    monkeypatch.setattr(meshes, "reform", lambda *_: said.append("destroyed"))
+    monkeypatch.setattr(opening, "reform", lambda *_: said.append("destroyed"))
     monkeypatch.setattr(connections, "cut", lambda: said.append("cut"))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert own._enter(newest, 1.0)

@@ -55,6 +55,7 @@ class DDPJoinHook(JoinHook):
         root = common_rank(model, is_last_joiner)
         states = model.states(buffers=model.forward_sync_buffers)
         sync_from(root, states, model.process_group, "the model after uneven inputs")
+        model.script_writes.pass_over()
         self._give_state(root)
         model.reducer.average.present_only = False
         model._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from imece.buckets import default_cap_bytes
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire_formats import WireName
-from imece.data_parallel import arguments, other_models, registered
+from imece.data_parallel import arguments, other_models, registered, script
 from imece.data_parallel.across import AcrossModel, refuse_other_parts
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in, refuse_uneven
@@ -50,9 +51,9 @@ from imece.data_parallel.reducing.way import (
 from imece.data_parallel.reducing.whole import Caps, WholeGradients
 from imece.data_parallel.regroup import Kept, make_usable, release, wanting_gradients
 from imece.data_parallel.same import (
+    apart_by_writes,
     check_drift,
     check_same_shapes,
-    check_written,
     sync_from,
     written_alike,
 )
@@ -470,7 +471,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self._find_newcomers()
             if not joining:
                 self._check_written()
-                self._has_written |= self._script_writes.is_unusual()
+                self._has_written |= self.script_writes.is_unusual()
             self.reducer.prepare()
         self.reducer.inside = synchronise
 
@@ -487,23 +488,23 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         return Alike(rates_of(self.known_optimizers), written=self._has_written)
 
     def _check_written(self) -> None:
-        """If the script has written on some rank: MismatchError unless all ranks hold the same bits. A
-        collective, then."""
+        """If the script has written on some rank, a collective: do all ranks hold the same bits?"""
         used = self.reducer.used
         if used.written:
             mine, self._has_written, used.written = self._has_written, False, False
-            check_written(
-                self._of_each_rank(),
-                self.process_group,
-                self.device,
-                wrote=mine,
-                more=self._has_more_written(),
-            )
+            named, more = self._of_each_rank(), self._has_more_written()
+            if said := apart_by_writes(named, self.process_group, self.device, wrote=mine, more=more):
+                self._tell_apart(said)
+
+    def _tell_apart(self, said: str) -> None:
+        """A warning: as with torch's, each rank goes on with what it has, and a script may mean that."""
+        if self.process_group.rank() == 0:
+            warnings.warn(said, stacklevel=script.level())
 
     def _has_more_written(self) -> bool:
         """Whether ranks may differ for now by what the script does: it wrote once more since it was asked, as
         where it looks at other values for a while, in one forward."""
-        return self._script_writes.has_more()
+        return self.script_writes.has_more()
 
     def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
         """The parameters of which each rank has a copy of its own, which are to be the same."""
@@ -647,7 +648,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             suspicion=self._suspicion() if self._way.overlap else None,
         )
         have_copies = self.process_group.size() > 1
-        self._script_writes = ScriptWrites(each for _, each in (self._of_each_rank() if have_copies else ()))
+        self.script_writes = ScriptWrites(each for _, each in (self._of_each_rank() if have_copies else ()))
         self._has_written = False
 
     def _make_gradients(self) -> Gradients:
@@ -673,7 +674,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError("only a model on the default process group can be pickled")
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["process_group"], state["reducer"], state["_script_writes"]
+        del state["process_group"], state["reducer"], state["script_writes"]
         return state | {"stepped_by": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

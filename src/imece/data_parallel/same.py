@@ -135,31 +135,31 @@ def written_alike(
         )
 
 
-def check_written(
+def apart_by_writes(
     named: Sequence[tuple[str, torch.Tensor]],
     group: dist.ProcessGroup,
     device: torch.device,
     *,
     wrote: bool,
     more: bool,
-) -> None:
-    """After the script wrote into parameters on some rank: MismatchError that names ranks and parameters,
-    unless all ranks hold the same bits.
+) -> str:
+    """After the script wrote into parameters on some rank: which ranks and parameters differ, in words, on
+    all ranks; empty if all ranks hold the same bits. A collective.
 
     wrote: whether it did on this rank. more: whether ranks may differ here for now, as it has written since
-    then, or into parts that a step brings to all. Where that is so on some rank nobody can tell: it is no
-    error.
+    then, or into parts that a step brings to all. Where that is so on some rank nobody can tell.
     """
-    if differ := _which_differ(named, group):
-        mine = ["wrote"] * wrote + ["more"] * more
-        said = of_ranks(group, gather_texts(mine, group, device, "who wrote"))
-        if any("more" in each for each in said.values()):
-            return
-        who = rank_words([rank for rank, each in said.items() if each])
-        raise MismatchError(
-            f"the script wrote into parameters on {who}, outside of an optimizer's step, and now the ranks "
-            f"differ: {differ} (of {len(named)} parameters). {_WRITE_ALIKE}"
-        )
+    if not (differ := _which_differ(named, group)):
+        return ""
+    mine = ["wrote"] * wrote + ["more"] * more
+    said = of_ranks(group, gather_texts(mine, group, device, "who wrote"))
+    if any("more" in each for each in said.values()):
+        return ""
+    who = rank_words([rank for rank, each in said.items() if each])
+    return (
+        f"the script wrote into parameters on {who}, outside of an optimizer's step, and now the ranks "
+        f"differ: {differ} (of {len(named)} parameters). {_WRITE_ALIKE}"
+    )
 
 
 def _which_differ(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> str:

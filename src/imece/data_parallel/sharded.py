@@ -51,6 +51,7 @@ from imece.data_parallel.sharding.trained import (
 )
 from imece.data_parallel.sharding.units import find_units, owners_of
 from imece.data_parallel.strategy import ShardGroups, Strategy
+from imece.errors import MismatchError
 from imece.mesh import Mesh
 
 
@@ -237,6 +238,10 @@ class ShardedDataParallel(DistributedDataParallel):
         laid = {id(each) for store in self.sharding.every_store for each in store.members}
         whole = [each for each in self._frozen if id(each[1]) not in laid]
         return [*self.sharding.of_each_rank, *whole]
+
+    def _tell_apart(self, said: str) -> None:
+        """An error: the next step would mix what the ranks have."""
+        raise MismatchError(said)
 
     def _has_more_written(self) -> bool:
         # Into this rank's parts, which all ranks get with the next step.
