@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 WireName = Literal["bf16", "int8"]
 BLOCK = 128  # numbers that share a step
 _STEPS = 127  # on either side of 0
+_AT_ONCE = 512  # blocks of all rows: on a CPU what is made on the way stays in its cache
 _LEAST_STEP = torch.finfo(torch.float32).tiny  # smaller ones have no reciprocal: their blocks become zeros
 
 
@@ -67,7 +68,7 @@ class _Int8:
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         for numbers, steps, codes in _fields(packed, out):
-            numbers.copy_(codes * steps.unsqueeze(-1))
+            numbers.copy_(codes).mul_(steps.unsqueeze(-1))
 
     def add(self, packed: Tensor, out: Tensor) -> None:
         for numbers, steps, codes in _fields(packed, out):
@@ -75,8 +76,8 @@ class _Int8:
 
 
 def _fields(packed: Tensor, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(numbers [..., b, BLOCK], steps [..., b], codes like numbers): views of full blocks, and of the last
-    block if that is shorter."""
+    """(numbers [..., b, BLOCK], steps [..., b], codes like numbers): views of full blocks, some at a time,
+    and of the last block if that is shorter."""
     numel = numbers.shape[-1]
     if not numel:
         return
@@ -85,7 +86,14 @@ def _fields(packed: Tensor, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, T
     codes = packed[..., 4 * blocks : 4 * blocks + numel].view(torch.int8)
     if full:
         most = full * BLOCK
-        yield _cut(numbers[..., :most], BLOCK), steps[..., :full], _cut(codes[..., :most], BLOCK)
+        numbers_of, codes_of = _cut(numbers[..., :most], BLOCK), _cut(codes[..., :most], BLOCK)
+        at_once = max(1, _AT_ONCE * numel // numbers.numel()) if numbers.device.type == "cpu" else full
+        yield from zip(
+            numbers_of.split(at_once, -2),
+            steps[..., :full].split(at_once, -1),
+            codes_of.split(at_once, -2),
+            strict=True,
+        )
     if full < blocks:
         rest = numel - full * BLOCK
         yield _cut(numbers[..., -rest:], rest), steps[..., full:], _cut(codes[..., -rest:], rest)
