@@ -29,6 +29,7 @@ from imece.collectives.reduction import flattened, landed, prepared, shares_memo
 from imece.collectives.shared_memory.arena import ARENAS, shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire import check_sum
+from imece.collectives.wire_formats import FORMATS
 
 __all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter", "sum_of_rows"]
 
@@ -71,7 +72,7 @@ def all_reduce(
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts) * world_size)
+            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts, wire) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; the remainder makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
@@ -112,7 +113,7 @@ def reduce_scatter(
         chunks = [
             Chunk(hosts, peers, buffer, in_host, _cut(hosts, place.numel(), start, stop), base, wire)
             .reduce_scatter(place[start:stop])
-            for start, stop in pieces(place.numel(), _length(buffer, hosts, chunk_bytes))
+            for start, stop in pieces(place.numel(), _length(buffer, hosts, chunk_bytes, wire=wire))
         ]  # fmt: skip
         _pipeline(chunks, hosts)
         _close(in_host, hosts.host)
@@ -143,7 +144,7 @@ def sum_of_rows(
         target = _place_for(out, buffer)
         peers, in_host, own = hosts.peers, _open(buffer, hosts), hosts.host.rank()
         parts = _parts(peers)
-        length = _length(buffer, hosts, chunk_bytes, parts) * len(peers)
+        length = _length(buffer, hosts, chunk_bytes, parts, wire) * len(peers)
         even, rest = numel - numel % parts, numel % parts
 
         def cut_at(start: int, stop: int) -> Cut:
@@ -270,12 +271,16 @@ def _parts(peers: Sequence[int]) -> int:
     return 1 if len(peers) == 2 else len(peers)
 
 
-def _length(tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, parts: int = 0) -> int:
-    """Elements of one rank's part of a chunk. parts: those of a row that is summed and gathered again."""
+def _length(
+    tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, parts: int = 0, wire: str | None = None
+) -> int:
+    """Elements of one rank's part of a chunk, whose bytes are counted as they are sent: it is a message's
+    handling that keeps chunks from being small. parts: those of a row that is summed and gathered again."""
     if chunk_bytes is None:
         in_lane = AT_ONCE_CHUNK_BYTES if 0 < parts < hosts.cross.size() else LANE_CHUNK_BYTES
         chunk_bytes = max(in_lane if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
-    return max(1, chunk_bytes // tensor.itemsize // hosts.world_size)
+    itemsize = tensor.itemsize if wire is None else FORMATS[wire].itemsize
+    return max(1, chunk_bytes // itemsize // hosts.world_size)
 
 
 def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:

@@ -29,6 +29,9 @@ _LEAST_STEP = torch.finfo(torch.float32).tiny  # smaller ones have no reciprocal
 class Wire(Protocol):
     """A format. Rows are packed each by itself, so that each can go to another rank."""
 
+    itemsize: int
+    """Bytes of a number, without what several have in common."""
+
     def pack(self, values: Tensor) -> Tensor:
         """values: [..., n], any floating dtype. Returns new memory, [..., p], contiguous."""
         ...
@@ -43,6 +46,8 @@ class Wire(Protocol):
 
 
 class _Bf16:
+    itemsize = 2
+
     def pack(self, values: Tensor) -> Tensor:
         return values.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
 
@@ -55,6 +60,8 @@ class _Bf16:
 
 class _Int8:
     """A row is the steps of its blocks in fp32, then a byte for each number, padded to a multiple of four."""
+
+    itemsize = 1
 
     def pack(self, values: Tensor) -> Tensor:
         *rows, numel = values.shape
