@@ -89,8 +89,17 @@ def test_what_is_not_finite_arrives(poison: float) -> None:
         )
 
 
-def test_nothing_becomes_nothing() -> None:
-    """Zeros stay, and blocks too small for a step become zeros, not infinities."""
+def test_nothing_becomes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros stay, and blocks too small for a step become zeros, not infinities, nor are made of what is not
+    finite, which a cast to int8 makes anything of."""
+    product = torch.mul
+
+    def finite(*factors: torch.Tensor) -> torch.Tensor:
+        found = product(*factors)
+        assert found.isfinite().all()
+        return found
+
+    monkeypatch.setattr(torch, "mul", finite)
     for values in (torch.zeros(BLOCK), torch.full((BLOCK,), 1e-39), torch.full((BLOCK,), -1e-44)):
         out = torch.ones(BLOCK)
         FORMATS["int8"].unpack(FORMATS["int8"].pack(values), out)
