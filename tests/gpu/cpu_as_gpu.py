@@ -39,6 +39,7 @@ _DEVICE, _RESIZE, _RUN = torch.Tensor.device, torch.UntypedStorage.resize_, thre
 _TOLD_TO_HOST = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
 _UNTOUCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}  # memory, unwritten
 _COPIES = {"copy_", "_to_copy"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}  # whose second argument is the indices
 Clock = dict[int, int]
 
 
@@ -259,7 +260,8 @@ class _Operations(TorchDispatchMode):
         name, given = schema.name.partition("::")[2], _tensors((args, kwargs))
         there = [each for each in given if gpu.has(each)]
         apart = [each for each in given if each.dim() and not gpu.has(each)] if there else []
-        if apart and name not in _COPIES and not name.startswith("index"):
+        indices = _tensors(args[1]) if name in _INDEXES else []  # those on the host are copied
+        if name not in _COPIES and {id(each) for each in apart} - {id(each) for each in indices}:
             raise Race(f"{name} of tensors of two devices")
         written: list[Tensor] = []
         for at, argument in enumerate(schema.arguments):
@@ -275,7 +277,8 @@ class _Operations(TorchDispatchMode):
         written += [each for each in results if id(each) not in into]
         on_gpu = any(map(gpu.has, (*there, *results)))
         # A number on the host goes with the launch.
-        numbers = [each for each in given if on_gpu and not each.dim() and not gpu.has(each)]
+        passed = on_gpu and name not in _COPIES
+        numbers = [each for each in given if passed and not each.dim() and not gpu.has(each)]
         gpu.run(name, numbers, [], gpu.host)
         read = [each for each in given if id(each) not in into | {id(number) for number in numbers}]
         lane = gpu.current if on_gpu else gpu.host
@@ -283,7 +286,8 @@ class _Operations(TorchDispatchMode):
         across = [gpu.of(each) for each in (*read, *written) if on_gpu and not gpu.has(each)]
         goes_on = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
         blocks = not (goes_on and all(each is not None and each.pinned for each in across))
-        if (there and name in _TOLD_TO_HOST) or (across and blocks):
+        counts = any(each.dtype in (torch.bool, torch.uint8) or not gpu.has(each) for each in indices)
+        if (there and (name in _TOLD_TO_HOST or counts)) or (across and blocks and not indices):
             gpu.host_waits(name, lane.clock)
         return found
 
@@ -334,6 +338,8 @@ class _Functions(TorchFunctionMode):
             found = func(*args, **kwargs)
             if isinstance(found, Tensor) and gpu.of(found) is None:  # torch.tensor is no operation
                 gpu.made(found, here.device.type == "cuda")
+            if func in (torch.tensor, torch.as_tensor) and here.device.type == "cuda":
+                gpu.host_waits(name, gpu.current.clock)  # a copy of memory that is not pinned
             return found
         finally:
             here.device, here.pins = before

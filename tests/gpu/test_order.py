@@ -45,6 +45,7 @@ class Way:
     elsewhere: bool = False  # on another stream than that on which the model was wrapped
     regroups: bool = False  # before the last step
     writes: bool = False  # what the optimizer steps, behind each step
+    joins: bool = False  # inside of join()
 
 
 HOSTED: dict[str, Any] = {"offload": "optimizer"}
@@ -55,6 +56,7 @@ WAYS = {
     "zero2": Way("zero2"),
     "zero2, offload": Way("zero2", HOSTED),
     "zero1, written": Way("zero1", writes=True),
+    "zero1, joined": Way("zero1", joins=True),
     "zero3": Way("zero3"),
     "zero3, offload": Way("zero3", {"offload": "parameters"}),
     "zero3, branches": Way("zero3", branches=True),
@@ -64,6 +66,8 @@ MORE_WAYS = {
     "replicate, tokens": Way("replicate", {"average": "tokens"}, accumulate=True),
     "replicate, scaled": Way("replicate", scaled=True),
     "replicate, elsewhere": Way("replicate", elsewhere=True),
+    "replicate, joined": Way("replicate", joins=True),
+    "replicate, int8 on the wire": Way("replicate", {"wire": "int8"}),
     "zero1, bf16": Way("zero1", bf16=True),
     "zero1, bf16 on the wire": Way("zero1", {"wire": "bf16"}),
     "zero1, offload": Way("zero1", HOSTED, bf16=True, accumulate=True),
@@ -138,7 +142,7 @@ def _trained(way: Way) -> list[str]:
     if way.elsewhere:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), model.join(enable=way.joins):
         for step in range(STEPS):
             if way.regroups and step == STEPS - 1:
                 model(x).float().mean().backward()  # nobody waits for what it gathers, or sends down
@@ -377,6 +381,28 @@ def small_races() -> list[str]:
             except Race as race:
                 found.append(str(race))
     return found
+
+
+def small_waits() -> list[list[str]]:
+    """For what the host waits in each of them."""
+    cases: list[Any] = [
+        lambda x, at: x[at], lambda x, at: x.where(x > 0, 0), lambda x, at: x[:2].fill_(1.0),
+        lambda x, at: x[x > 0], lambda x, at: x[at.cpu()], lambda x, at: torch.tensor(1.0, device=CUDA),
+        lambda x, at: x[0].copy_(torch.tensor(1.0)),
+    ]  # fmt: skip
+    found = []
+    for case in cases:
+        with cpu_as_gpu():
+            given = torch.ones(4, device=CUDA), torch.zeros(2, device=CUDA, dtype=torch.int64)
+            case(*given)
+            found.append(list(gpu.waits))
+    return found
+
+
+def test_what_the_host_waits_for() -> None:
+    """How many are chosen; an index or a number of the host's, as its memory is not pinned."""
+    (found,) = run_ranks(small_waits, 1, backend=None)
+    assert found == [[], [], [], ["index"], ["copy_", "index"], ["tensor"], ["copy_"]]
 
 
 def test_a_race_is_one() -> None:

@@ -6,13 +6,15 @@ DistributedDataParallel.forward and backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 from imece.data_parallel.optimizer_state import give_state
 from imece.data_parallel.same import sync_from
 
@@ -114,23 +116,28 @@ class ShardedJoinHook(DDPJoinHook):
 
 def next_turn(model: DistributedDataParallel, turn: int, number: float) -> tuple[int, float]:
     """The next turn and its number, which is not negative; ranks that have ended bring 0."""
-    told = torch.tensor([turn, number], dtype=torch.float64, device=model.device)
-    ops.all_reduce(told, "max", group=model.process_group, label="what is done next")
-    agreed, value = told.tolist()
+    agreed, value = most_of_all(model, [turn, number], "what is done next")
     return int(agreed), value
 
 
 def agree(model: DistributedDataParallel, synchronise: bool) -> bool:
     """Whether any rank synchronises the backward of this turn."""
-    flag = torch.tensor([int(synchronise)], dtype=torch.int32, device=model.device)
-    ops.all_reduce(flag, "max", group=model.process_group, label="ranks that synchronise")
-    return bool(flag.item())
+    return bool(most_of_all(model, [synchronise], "ranks that synchronise")[0])
 
 
 def common_rank(model: DistributedDataParallel, candidate: bool) -> int:
     """The highest rank of the group that is a candidate."""
-    group: Any = model.process_group
-    highest = torch.tensor([group.rank() if candidate else -1], dtype=torch.int32, device=model.device)
-    ops.all_reduce(highest, "max", group=group, label="rank whose model counts")
-    assert highest.item() >= 0, "no rank is there any more"
-    return int(highest.item())
+    mine = model.process_group.rank() if candidate else -1
+    (highest,) = most_of_all(model, [mine], "rank whose model counts")
+    assert highest >= 0, "no rank is there any more"
+    return int(highest)
+
+
+def most_of_all(model: DistributedDataParallel, numbers: Sequence[float], label: str) -> list[float]:
+    """The largest of all ranks, of each number. They travel beside what a GPU computes: in each turn the host
+    would wait for it."""
+    group = model.process_group
+    told = torch.tensor(numbers, dtype=torch.float64, device=host_device(group, model.device))
+    ops.all_reduce(told, "max", group=group, label=label)
+    found: list[float] = told.tolist()
+    return found

@@ -4,6 +4,7 @@ a part."""
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from imece.collectives.wire_formats import WireName
 from imece.data_parallel import other_models
 from imece.data_parallel.average import Over
 from imece.data_parallel.compiled import waits_before_compiled
-from imece.data_parallel.joining import ShardedJoinHook, Turn, next_turn
+from imece.data_parallel.joining import ShardedJoinHook, Turn, most_of_all, next_turn
 from imece.data_parallel.norm import norm_of
 from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducing import in_backward
@@ -405,11 +406,8 @@ class ShardedDataParallel(DistributedDataParallel):
             self._check_written()  # after the step all ranks have the owners' values, and nothing would tell
         if self._join_config.enable:  # schedulers do not run on ranks that have ended
             optimizer = self._optimizers[number]
-            mine = torch.tensor(numbers_of(optimizer), dtype=torch.float64, device=self.device)
-            if self.has_joined:
-                mine.fill_(-torch.inf)
-            ops.all_reduce(mine, "max", group=self.process_group, label="learning rates")
-            set_numbers(optimizer, mine.tolist())
+            mine = [-math.inf if self.has_joined else each for each in numbers_of(optimizer)]
+            set_numbers(optimizer, most_of_all(self, mine, "learning rates"))
 
     def _before_zero(self, number: int, set_to_none: bool) -> None:
         self._tell_joined(Turn.ZERO, 2 * number + set_to_none)
