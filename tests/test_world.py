@@ -189,6 +189,9 @@ def test_node_lists() -> None:
     assert first_host("a-b.c,d") == "a-b.c"
     assert first_host("rack[3]-n,x") == "rack3-n"
     assert first_host("n[1,3-4]") == "n1"
+    assert first_host("a[1-3,7],b[01-02]") == "a1"
+    assert first_host("rack[0-3,5]n[01-02],x[1]") == "rack0n01"
+    assert first_host("r[2]c[1]n[7]-ib") == "r2c1n7-ib"
     for wrong in ("", "[1-2]", "n[", "n[a-b]", "a b"):
         with pytest.raises(UserError):
             first_host(wrong)

@@ -38,6 +38,8 @@ MOST_RANKS = 32_767
 _MOST = 1_000_000  # members, which are counted on as they are replaced, and hosts
 # Below Linux' ephemeral ports (32768 and up), so that a derived port is rarely taken by a client.
 _FIRST_PORT, _PORTS = 15_000, 17_000
+_FIRST_HOST = re.compile(r"([^\[\],\s]+(?:\[\d+[\d,-]*\][^\[\],\s]*)*)(?:,|$)")
+_NUMBERS = re.compile(r"\[(\d+)[\d,-]*\]")  # several in one name where hosts stand in rows and racks
 # Step ids that SLURM gives to batch scripts, interactive shells and the like start here.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -221,11 +223,10 @@ def first_host(nodelist: str) -> str:
 
     UserError if `nodelist` is not a node list.
     """
-    match = re.match(r"([^\[\],\s]+)(?:\[(\d+)(?:-\d+)?(?:,[\d,-]+)?\]([^\[\],\s]*))?(?:,|$)", nodelist)
+    match = _FIRST_HOST.match(nodelist)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} is not a list of hosts: give MASTER_ADDR")
-    name, number, rest = match.groups()
-    return str(name) + (number or "") + (rest or "")
+    return _NUMBERS.sub(r"\1", match[1])
 
 
 def _number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MOST) -> int:

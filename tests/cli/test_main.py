@@ -451,6 +451,25 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (status, err) == (2, said)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("can't start new thread"), "raise the limit (ulimit -u, docker --pids-limit)"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "raise ulimit -v"),
+    ],
+)
+def test_limits_of_a_launcher(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [error, type(error)("something else")]
+
+    def raises(argv: Sequence[str]) -> int:
+        raise left.pop(0)
+
+    monkeypatch.setattr("imece.cli.launch.run", raises)
+    assert said in refused("launch")
+    with pytest.raises(type(error), match="something else"):
+        run("launch")
+
+
 def test_a_name_that_is_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="utf-8", errors="strict"))

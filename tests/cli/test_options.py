@@ -117,6 +117,8 @@ def test_help_on_the_narrowest_of_screens(
         ),
         (["--crumbs", "x"], "--crumbs: not a whole number: 'x' (see imece bake --help)"),
         (["-c", "x"], "-c: not a whole number: 'x' (see imece bake --help)"),
+        (["-cx", "2"], "there is no option -cx; did you mean -c?"),
+        (["-cup=2"], "there is no option -cup; did you mean -c?"),
         (["--bowls=x"], "--bowls: not a whole number: 'x' (see imece bake --help)"),
         (["--cups"], "--cups has no value: say one after it"),
     ],
@@ -126,6 +128,15 @@ def test_mistakes(argv: list[str], message: str, columns: str, monkeypatch: pyte
     with pytest.raises(UserError) as caught:
         read(*argv)
     assert str(caught.value) == message
+
+
+def test_a_signal_amid_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_args: object, **_options: object) -> None:
+        raise SystemExit(143)  # what the handler of SIGTERM does (launch/signals.py)
+
+    monkeypatch.setattr("tyro.cli", leave)
+    with pytest.raises(SystemExit, match="143"):
+        read("--salt")
 
 
 def test_a_number_that_a_check_cannot_hold() -> None:

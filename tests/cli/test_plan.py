@@ -647,7 +647,7 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 1001xH100", "not whole hosts of 8"),
         ("7B --gpus 100xGB200", "not whole hosts of 72"),
         ("7B --gpus 80000000000xH100", "10000000000 hosts: at least 1, and at most a million"),
-        ("7B --gpus 8xH100 --hosts -2", "--hosts is -2: at least 1"),
+        ("7B --gpus 8xH100 --hosts -2", "--hosts is -2: how many hosts"),
         ("7B --gpus 8xH100 --network tokenring", "is unknown: there are infiniband-ndr"),
         ("gpt-3-175b --gpus 1024xH100 --seq 4096", "gpt-3-175b has learned positions for 2,048 tokens"),
         ("1B --gpus 8xV100 --precision autocast", "V100 has no bf16: say fp16 or fp32"),
@@ -671,6 +671,7 @@ def test_where_its_figures_cannot_be_kept(
         ("7B --gpus 8xH100 --scale weak --tokens 2B", "--tokens 2B is for time and price, which --scale"),
         ("/x/mod.py --gpus 8xH100", "which function of it builds the model? Say /x/mod.py:function"),
         ("--check nowhere", "no plan.json"),
+        ("--hosts -1", "--hosts is -1: how many hosts, 0 for as many as --gpus needs"),
         ("7B --here --gpus 8xH100", "it is a number of ranks"),
         ("7B --here --hosts 2 --hardware x", "is one machine, measured: leave out --hardware, --hosts"),
         (

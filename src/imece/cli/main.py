@@ -36,6 +36,7 @@ COMMANDS = {
 
 _MODULES = {"eval": "evaluate"}  # commands whose file has another name: eval is Python's
 _RANKS = {"train"}  # commands that a launcher may start as a rank: `run_as_rank(argv, stop)`
+_NO_ADDRESSES = re.compile("failed to map segment|annot allocate memory")  # the dynamic loader's words
 _LETTERS_LOST = re.compile("[\udc80-\udcff]")  # bytes that Python could not decode
 
 
@@ -112,10 +113,30 @@ def _run_module(name: str, arguments: list[str]) -> int:
         stop = Stop()
         with stop.listening():
             return int(importlib.import_module(f"imece.cli.{name}").run_as_rank(arguments, stop))
-    with _leaving_at_once():
-        module = importlib.import_module(f"imece.cli.{name}")
-    with signals_as_exit():  # what lies in a temporary folder, or half written, goes as after Ctrl-C
-        return int(module.run(arguments))
+    with _limits_named():
+        with _leaving_at_once():
+            module = importlib.import_module(f"imece.cli.{name}")
+        with signals_as_exit():  # what lies in a temporary folder, or half written, goes as after Ctrl-C
+            return int(module.run(arguments))
+
+
+@contextlib.contextmanager
+def _limits_named() -> Iterator[None]:
+    """While open, a thread or a library that this process may not have is a UserError that names the limit.
+
+    Not around a rank: its traceback says where it was, and its launcher names the limit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        from imece.store import NO_MORE
+
+        raise UserError(NO_MORE) from None
+    except ImportError as error:
+        if not _NO_ADDRESSES.search(str(error)):
+            raise
+        raise UserError(f"{error}: that is more memory than this process may have: raise ulimit -v") from None
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ _NARROWEST = 40  # columns in which a page of help can be read
 _NAMES = re.compile(r"-[\w.-]+(?:/-[\w.-]+)+")  # all names of one option
 _UNKNOWN = "Unrecognized options: "
 _NO_NUMBERS = re.compile(r"Could not find valid parse for arguments: \[(.*)\]")
+_MISTAKE = 2  # tyro's exit status
+_GLUED = re.compile("-[A-Za-z]{2,}.*")  # read as a short option with its value: -np is -n with p
 _NO_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected .*")
 
 
@@ -86,6 +88,8 @@ def parse(
             shown = page.getvalue().replace(description, wrapped, 1)
             print(shown.replace("[OPTIONS]", f"[OPTIONS] {operands}".rstrip(), 1), end="")
             raise
+        if leaving.code != _MISTAKE:
+            raise  # a signal came meanwhile
         message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
     except (ValueError, TypeError, OverflowError) as error:
         message = str(error)
@@ -295,6 +299,9 @@ def _with_hint(
         return told
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     message = message.replace("could not convert string to float:", "not a number:")
+    for word in filter(_GLUED.fullmatch, argv):
+        if message.endswith(f"number: {word[2:]!r}"):
+            return f"there is no option {word.partition('=')[0]}; did you mean {word[:2]}?"
     message = _NO_NUMBERS.sub(r"not numbers with spaces between them: \1", message)
     unknown = message.startswith(_UNKNOWN)
     for word in argv:

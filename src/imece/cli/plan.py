@@ -97,6 +97,8 @@ def _check_files(options: PlanOptions) -> None:
 
 def question_of(options: PlanOptions) -> Question:
     """The question that the options ask. UserError for a model, GPU, network or number that cannot be."""
+    if options.hosts < 0:
+        raise UserError(f"--hosts is {options.hosts}: how many hosts, 0 for as many as --gpus needs")
     if not options.model:
         raise UserError(
             f"no model is named: {PROG} MODEL --gpus 8xH100, and MODEL like llama-8b, 7B or config.json"
@@ -132,8 +134,6 @@ def cluster_of(options: PlanOptions) -> Cluster:
             "--gpus is missing: how many of which in a host, as in --gpus 8xH100; there are "
             f"{', '.join(gpu_names())}"
         )
-    if options.hosts < 0:
-        raise UserError(f"--hosts is {options.hosts}: at least 1")
     number, name = parse_gpus(options.gpus) if options.gpus else (None, None)
     hosts = options.hosts or 1
     number = 1 if number is None and name is not None else number
