@@ -211,7 +211,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """With average="samples" or "tokens": `model.weigh(loss, count).backward()`.
 
         loss: the mean over `count` samples or tokens of this rank; count may be 0. The result is a sum, for
-        backward only; gradients become those of the mean over all ranks and micro-batches.
+        backward only; gradients become those of the mean over all ranks, and over micro-batches in no_sync.
         """
         return self.reducer.average.weigh(loss, count)
 
