@@ -51,11 +51,13 @@ def main() -> int:
     _rank_main.name_process("imece-zygote")
     _rank_main.die_with(parent)
     ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the tests; we end when they do
+    gc.disable()  # or a third of the time goes to what imports make and nothing of which is garbage
     for name in _MODULES:
         importlib.import_module(name)
     _parse_once()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's, for its libraries: nothing that a rank needs, and 0.04 s for each
+    gc.enable()
     gc.collect()
     gc.freeze()  # a collection in a rank would write to every page that ranks share with us
     for line in iter(sys.stdin.buffer.readline, b""):
