@@ -30,13 +30,15 @@ from typing import Any, NoReturn
 
 # Whatever takes long to import and is used by ranks of more than one test. None of it starts a thread, opens
 # CUDA or a process group. torch._dynamo comes with the first optimizer, FSDP with the sharding of torch, all
-# of imece that a rank may use with its `train`.
+# of imece that a rank may use with its `train` and, where a model is divided, with the last two of it.
 _MODULES = (
     "torch",
     "numpy",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "imece.cli.train",
+    "imece.model_parallel.tensor",
+    "imece.model_parallel.stages",
     "tensorboard.summary.writer.record_writer",
     "pytest",
     "hypothesis",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from dataclasses import replace
@@ -45,11 +44,6 @@ USUAL = [
 ]
 
 
-def import_all() -> None:
-    """What takes a second, once and not in each rank."""
-    importlib.import_module("imece.model_parallel.stages")
-
-
 def went_well(outcome: Outcome) -> Outcome:
     assert outcome.status == 0, outcome
     return outcome
@@ -61,7 +55,6 @@ def with_muon(folder: str) -> str:
     Where a processor has bf16, Muon rounds to it what is summed in another order, and 1e-4 comes of that:
     in this fork and its ranks it does as on all others.
     """
-    import_all()
     mock.patch.object(train_optimizer, "multiplies_bf16", lambda _: False).start()
     path, stages = Path(folder), ["--ranks=2", "--mesh.pipeline=2"]
     ways = {
@@ -84,7 +77,6 @@ def with_muon(folder: str) -> str:
 def with_adamw(folder: str) -> list[str]:
     """The head is not tied, and of 257 entries not divided. On one rank, and on all that can be together; on
     stages of which one dies. Then a head that is both, on one rank and on all."""
-    import_all()
     path = Path(folder)
     os.environ["FLAG"] = str(path / "died")
     usual = [*USUAL, "--optimizer.kind=adamw", "--model.kv-heads=2", "--model.tied-head=False"]

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+import imece.model_parallel.vocabulary  # noqa: F401  (what cross_entropy does with logits that stay divided)
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.crossing import cross
 

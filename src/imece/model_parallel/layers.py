@@ -18,14 +18,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imece.model_parallel.boundary import Boundary
 from imece.model_parallel.divided import Divided, mark
+
+if TYPE_CHECKING:  # torch's DTensor takes a second to import, and who only checks a plan needs none
+    from imece.model_parallel.boundary import Boundary
 
 Kind = Literal["column", "row", "vocab", "heads", "sequence", "scatter", "gather"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -12,7 +12,6 @@ from imece.model_parallel.context import check_length
 from imece.model_parallel.pipeline import Pipeline, check_sends
 from imece.model_parallel.plan import check_counts
 from imece.model_parallel.schedules import Loss
-from imece.model_parallel.tensor import tensor_parallel
 from imece.models.foreign import ForeignConfig
 from imece.models.language_model import LanguageConfig, LanguageModel
 from imece.models.shape import TransformerConfig
@@ -85,6 +84,8 @@ def divided(model: LanguageModel, config: TrainConfig, mesh: Mesh) -> LanguageMo
     if config.mesh.tensor == 1:
         return model
     assert isinstance(model, Transformer)
+    from imece.model_parallel.tensor import tensor_parallel  # a second, for DTensor: other runs need none
+
     return tensor_parallel(model, mesh, sequence=config.mesh.sequence, divided_logits=True)
 
 

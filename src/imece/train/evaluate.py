@@ -14,7 +14,7 @@ from imece.data.batches import IGNORE, Tokens, inputs_and_targets
 from imece.data.begins import begins_of
 from imece.data.tokens import Part
 from imece.data.whole_windows import WholeWindows
-from imece.model_parallel.vocabulary import cross_entropy
+from imece.models.cross_entropy import cross_entropy
 from imece.train.model.precision import Precision
 from imece.train.sending import sent
 

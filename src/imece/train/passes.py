@@ -20,7 +20,7 @@ from imece.data_parallel.grad_scaler import GradScaler
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
-from imece.model_parallel.vocabulary import cross_entropy
+from imece.models.cross_entropy import cross_entropy
 from imece.train.evaluate import mean_nats, summed
 from imece.train.model.precision import Precision
 from imece.train.watch.clock import Clock
