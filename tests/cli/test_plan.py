@@ -296,7 +296,8 @@ def test_a_sequence_beyond_what_the_file_names_is_noted(
 ) -> None:
     path = tmp_path / "some.json"
     path.write_text(json.dumps(_QWEN_MIXTURE | {"max_position_embeddings": 2048}))
-    argv = [str(path), "--gpus", "8xA100-80", "--global-batch", "64", "--seq"]
+    few = ["--tensor", "8", "--pipeline", "1", "--context", "1"]  # ways of dividing it: all take seconds
+    argv = [str(path), "--gpus", "8xA100-80", "--hosts", "3200", *few, "--seq"]
     (note,) = (each for each in found(capsys, *argv, "8192")["notes"] if "--seq" in each)
     assert note.startswith("--seq 8192: some was made for 2,048 tokens, says its file")
     assert "--seq" not in " ".join(found(capsys, *argv, "2048")["notes"])

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 import imece.launch.host
+import imece.launch.job
 from imece import status
 from imece.launch.generations import Limits
 from imece.launch.job import Job
@@ -88,9 +89,12 @@ Start = Callable[..., Launcher]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts launch() on a script, with more for its limits, or arguments for it."""
+    """Starts launch() on a script, with more for its limits, or arguments for it. Those that are to be ended
+    have a quarter of the usual time: here they end at once, or never do."""
     monkeypatch.setattr(FileRoster, "folder", tmp_path, raising=False)
     monkeypatch.setattr(imece.launch.host, "Roster", FileRoster)
+    monkeypatch.setattr(imece.launch.job, "AFTER_FAILURE_S", 0.5)
+    monkeypatch.setattr(imece.launch.job, "_POLL_S", 0.25)
 
     def begin(text: str, ranks: int, **more: Any) -> Launcher:
         (tmp_path / "script.py").write_text(HEAD + text)
@@ -368,7 +372,7 @@ if joins:
     if member == 4: time.sleep(1000)
     say("ready")
     while 3 not in newest()["members"]: time.sleep(0.01)
-    time.sleep(3.5)
+    time.sleep(1.5)
     print("done", flush=True)
     sys.exit()
 wait_for_all("resilient", 3)
@@ -408,7 +412,7 @@ def end(*_):
     if slot == 2: os.kill(os.getpid(), 9)
     wait_for(1)
     if slot == 1: sys.exit(143)
-    time.sleep(2.5)
+    time.sleep(1)
     print("saved", newest()["members"], flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)

@@ -6,8 +6,8 @@ Three interpreters that import torch take ten seconds, so only few tests start r
     with Train(words, tmp_path) as running: ...                 # real processes, in a test
 
 All others run in a zygote's fork (tests/ranks.py), in which the launcher and its ranks are forks again. What
-a run measures of the machine and draws at its end, seconds of work, is left out there, and its source is read
-once for all ranks:
+a run measures of the machine and draws at its end, seconds of work, is left out there, its
+sample is short, and its source is read once for all ranks:
 
     def story(folder: str) -> None:                             # module-level
         with Train(words, Path(folder), forked=True) as running: ...
@@ -80,6 +80,7 @@ def leave_out() -> None:
         "imece.train.session.measured_peak": lambda device, dtype: 1e12,
         "imece.train.alike._source_digest": lambda: digest,
         "imece.cli.train.catch_up": lambda run: None,
+        "imece.train.finish._SAMPLE_TOKENS": 12,
         "imece.train.finish.write_loss_plot": lambda run: None,
         "imece.train.finish.write_report": lambda run: (run / "report.html").write_text(""),
     }

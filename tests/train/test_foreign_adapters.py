@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -39,7 +38,6 @@ NF4 = ["--lora.quantize=nf4", "--lora.targets", "attn.c_proj"]
 
 def story(folder: str) -> dict[str, str]:
     """What the tests below look at, made at once. The ranks are forks of this process, which imports all."""
-    mock.patch("imece.train.finish._SAMPLE_TOKENS", 4).start()
     path, told = Path(folder), dict[str, str]()
     for kind in TARGETS:
         add(outline(read_config(path / kind / "config.json")), LoraSection(rank=RANK))

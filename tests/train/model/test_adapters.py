@@ -140,7 +140,6 @@ def story(folder: str) -> dict[str, Any]:
     """What the tests below look at, made at once: what adapters need is imported only here."""
     import peft  # noqa: F401  (the ranks are forks of this process)
 
-    mock.patch("imece.train.finish._SAMPLE_TOKENS", 4).start()
     path, told = Path(folder), dict[str, Any]()
 
     def run(name: str, *more: str, source: str = "source", fault: Callable[[], None] = lambda: None) -> str:
@@ -262,7 +261,6 @@ def loses_a_host(folder: str, *more_words: str) -> str:
     """Of two, with the parts of the base that its ranks kept. What was said."""
     import peft  # noqa: F401
 
-    mock.patch("imece.train.finish._SAMPLE_TOKENS", 4).start()
     path = Path(folder)
     write_model(path / "source", QWEN)
     more = ["--strategy=zero3", "--steps=8", "--checkpoint.every=3", "--lora.dropout=0", "--ranks=4"]
