@@ -66,7 +66,13 @@ def test_published_models_have_their_published_parameters() -> None:
         "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648,
         "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
         "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
-        "qwen3-30b-a3b": 30_532_122_624, "mistral-7b": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+        "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
+        "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen2-57b-a14b": 57_408_658_944,
+        "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_404_352,
+        "moonlight-16b-a3b": 15_960_108_544, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+        "glm-4.5-air": 106_852_245_504, "llama-4-scout-17b-16e": 107_769_861_120,
+        "llama-4-maverick-17b-128e": 400_711_848_960, "ernie-4.5-21b-a3b": 21_825_437_888,
+        "mistral-7b": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
         "mistral-nemo": 12_247_782_400, "mistral-small-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704,
         "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
         "gemma-3-1b": 999_885_952, "phi-3-mini": 3_821_079_552, "phi-3-medium": 13_960_238_080,
@@ -103,7 +109,9 @@ def test_a_size_means_the_published_model_of_it(size: str, name: str) -> None:
         ("mistralai/Mistral-7B-v0.1", "mistral-7b"), ("Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
         ("mistralai/Mistral-Nemo-Base-2407", "mistral-nemo"), ("google/gemma-2-9b-it", "gemma-2-9b"),
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"), ("openai-community/gpt2", "gpt2"),
-        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"), ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"), ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout-17b-16e"),
     ],
 )  # fmt: skip
 def test_names_as_their_makers_have_them(written: str, name: str) -> None:
@@ -138,6 +146,7 @@ LLAMA = {
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
 }  # fmt: skip
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+LATENT = {"model_type": "deepseek_v3", "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
 
 
 def _named(
@@ -283,6 +292,31 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {  # what it says, parameters i
     "olmoe": (
         _named("olmoe", 2048, 16, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8),
         6_919_161_856,
+    ),
+    "deepseek-v2 with biases": (
+        _named("deepseek_v2", 256, 4, 8, 8, 512, 128, q_lora_rank=48, kv_lora_rank=32, qk_rope_head_dim=16,
+               qk_nope_head_dim=32, v_head_dim=24, n_routed_experts=8, n_shared_experts=2,
+               moe_intermediate_size=64, num_experts_per_tok=2, first_k_dense_replace=2, attention_bias=True),
+        2_269_120,
+    ),
+    "deepseek-v3 with what transformers knows": (
+        {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129280,
+         "num_attention_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+         "num_experts_per_tok": 8}, 671_026_404_352,
+    ),
+    "glm-4.5": (
+        _named("glm4_moe", 5120, 92, 96, 8, 12288, 151552, head_dim=128, attention_bias=True,
+               n_routed_experts=160, n_shared_experts=1, moe_intermediate_size=1536, num_experts_per_tok=8,
+               first_k_dense_replace=3, use_qk_norm=True), 352_797_814_784,
+    ),
+    "qwen3_moe with layers that have no experts": (
+        _named("qwen3_moe", 256, 6, 8, 2, 512, 128, head_dim=32, moe_intermediate_size=96, num_experts=4,
+               num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[3]), 3_217_024,
+    ),
+    "ernie-4.5 with experts in every second layer up to the last but one": (
+        _named("ernie4_5_moe", 128, 6, 4, 2, 80, 100, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1,
+               moe_intermediate_size=40, moe_layer_start_index=1, moe_layer_interval=2,
+               moe_layer_end_index=4, tie_word_embeddings=True), 710_800,
     ),
     "codegen": (
         {"model_type": "codegen", "n_embd": 1024, "n_layer": 20, "n_head": 16, "n_positions": 2048,
@@ -441,8 +475,8 @@ def test_what_imece_builds_is_known_without_torch() -> None:
         ({"model_type": "vit", "image_size": 224, "patch_size": 16}, "'vit': a model of images"),
         ({"model_type": "mamba"}, "states instead of attention"),
         (
-            {"model_type": "gpt_oss", "num_local_experts": 32},
-            "a mixture of experts unlike mixtral, qwen3_moe",
+            {"model_type": "dbrx", "num_local_experts": 16},
+            "a mixture of experts unlike mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "something else than the next token"),
         (
@@ -467,6 +501,18 @@ def test_what_imece_builds_is_known_without_torch() -> None:
         ),
         ({"num_key_value_heads": 5}, "cannot be divided among kv_heads = 5"),
         ({"n_shared_experts": 1}, "experts that all tokens share"),
+        (LATENT | {"qk_rope_head_dim": "x"}, "qk_rope_head_dim is 'x', not a whole number"),
+        (LATENT | {"first_k_dense_replace": 32}, "32 of 32 layers without experts"),
+        (LATENT | {"intermediate_size": None}, "without intermediate_size, which a deepseek_v3 model needs"),
+        (LATENT | {"model_type": "qwen2_moe", "num_experts": 4, "mlp_only_layers": 3}, "is 3, not a list"),
+        (
+            LATENT | {"model_type": "qwen2_moe", "num_experts": 4, "num_hidden_layers": 10**11},
+            "num_hidden_layers is 100000000000, more than 100,000",
+        ),
+        (
+            LATENT | {"model_type": "ernie4_5_moe", "use_bias": True},
+            "it has biases, which is not planned for",
+        ),
     ],
 )
 def test_a_config_json_that_cannot_be_used(change: dict[str, Any], says: str) -> None:

@@ -341,7 +341,7 @@ def _recomputations(question: Question) -> tuple[Recomputation, ...]:
 
 def _can_split(model: Model, tensor: int) -> bool:
     fits_keys = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-    return model.heads % tensor == 0 and fits_keys and model.mlp_width % tensor == 0
+    return model.heads % tensor == 0 and fits_keys and all(mlp.width % tensor == 0 for mlp in model.mlps)
 
 
 def _divisors(number: int) -> list[int]:

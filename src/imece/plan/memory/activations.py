@@ -56,9 +56,12 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
         read = 5 if model.gated else 4
     inputs = count * read * model.width * size / (1 if framework.gathered_inputs else sharded)
     query, key = model.q_width, model.kv_width
-    widths = (2 + framework.query_copies) * query + (2 + framework.key_copies) * key
+    widths = (1 + framework.query_copies) * query + (1 + framework.key_copies) * key
+    widths += (model.heads + model.kv_heads) * model.value_width  # the output, and values
     widths += (query + key) if model.head_norms else 0
     attention = count * widths * size / tensor
+    if model.latent is not None:  # before its norm and after it
+        attention += 2 * count * model.latent.kept * size
     heads = recipe.micro_batch * model.heads * recipe.seq / parallel.context / tensor
     if recipe.attention == "flash":
         scores = heads * _STATISTIC
@@ -69,7 +72,9 @@ def whole_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Fra
     mlp = _mlp(model, count, recipe, framework) / tensor
     adapters = 0.0
     if recipe.adapters != "none":
-        matrices = len(model.attention) + len(model.mlp) * max(1, model.active_experts)
+        matrices = len(model.attention) + sum(
+            each.part * each.active * len(each.matrices) for each in model.mlps
+        )
         adapters = count * matrices * recipe.adapter_rank * size
     return Layer(norms, inputs, attention, scores, mlp, dropout, adapters)
 
@@ -85,12 +90,16 @@ def _mlp(model: Model, count: float, recipe: Recipe, framework: Framework) -> fl
     copies = framework.gated_copies if model.gated else _PLAIN_COPIES
     if recipe.compiled:
         copies = min(copies, _COMPILED_COPIES)
-    if not model.experts:
-        return count * copies * model.mlp_width * size
-    chosen = count * model.active_experts
-    router = count * model.experts * _STATISTIC
-    # Each token's expert inputs and outputs are reordered: a copy of each.
-    return chosen * (copies * model.mlp_width + 2 * model.width) * size + router
+    kept = count * copies * _through(model) * size
+    if model.experts:  # each token's inputs and outputs of experts are reordered: a copy of each
+        of_token = model.active_experts * 2 * model.width * size + model.experts * _STATISTIC
+        kept += model.with_experts * count * of_token
+    return kept
+
+
+def _through(model: Model) -> float:
+    """Width of all MLPs that a token goes through in the average layer."""
+    return sum(each.part * each.active * each.width for each in model.mlps)
 
 
 def kept_layer(model: Model, parallel: Parallel, recipe: Recipe, framework: Framework) -> Layer:
@@ -110,7 +119,7 @@ def working_bytes(model: Model, parallel: Parallel, recipe: Recipe, framework: F
     """Bytes of a layer while its backward runs: all that its forward keeps, and gradients, two as wide as the
     MLP and two as wide as the residual."""
     size, sharded = recipe.precision.activations, parallel.token_parts
-    inner = model.mlp_width * max(1, model.active_experts) / parallel.tensor
+    inner = _through(model) / parallel.tensor
     gradients = tokens(recipe, parallel) * size * 2 * (inner + model.width / sharded)
     return whole_layer(model, parallel, recipe, framework).total + gradients
 
@@ -125,7 +134,7 @@ def _half_of_products(model: Model, parallel: Parallel, recipe: Recipe) -> Layer
         norms=(1 if recipe.compiled else 2) * count * model.width * size / sharded,
         attention=count * (2 * query + key) * size / tensor,
         scores=recipe.micro_batch * model.heads * recipe.seq / parallel.context * _STATISTIC / tensor,
-        mlp=count * model.mlp_width * size / tensor,
+        mlp=count * _through(model) * size / tensor,
     )
 
 

@@ -31,11 +31,12 @@ class Held:
     """Elements on one tensor-parallel rank of one stage, before data parallelism shards anything."""
 
     layers: int
-    layer: float  # of one layer without experts
-    experts: float  # of one layer, on this rank
+    layer: float  # of the average layer without its experts
+    experts: float  # of one layer that has any, on this rank
+    with_experts: float  # part of the layers that have them
     tables: float  # embedding and head
     rest: float  # the last norm, positions
-    products: float  # of one layer: in matrices, including experts
+    products: float  # of the average layer: in matrices, including experts
     embeds: bool = True  # whether the stage has the embedding
     heads: bool = True  # whether it has the last norm and the head
 
@@ -45,7 +46,7 @@ class Held:
 
     @property
     def all_experts(self) -> float:
-        return self.layers * self.experts
+        return self.layers * self.with_experts * self.experts
 
     @property
     def total(self) -> float:
@@ -98,7 +99,7 @@ def held(setup: Setup, stage: int, stages: Stages) -> Held:
 
 @functools.lru_cache(maxsize=4096)
 def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, stage: int) -> Held:
-    experts = model.experts * model.expert_parameters
+    experts, with_experts = model.experts * model.expert_parameters, model.with_experts
     table = model.table_parameters / model.table_parts(tensor)
     first, last = stage == 0, stage == pipeline - 1
     if pipeline == 1:
@@ -109,8 +110,11 @@ def _held(model: Model, tensor: int, pipeline: int, expert: int, layers: int, st
     rest = (model.other_parameters - positions) * last + positions * first
     return Held(
         layers=layers,
-        layer=(model.products - experts) / tensor + model.whole_vectors + model.experts * model.width,
+        layer=(model.products - with_experts * experts) / tensor
+        + model.whole_vectors
+        + with_experts * model.router_parameters,
         experts=experts / tensor / expert,
+        with_experts=with_experts,
         tables=tables,
         rest=rest,
         products=model.products / tensor,

@@ -24,7 +24,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
 _NUMBER = re.compile(r"\d[\d_]*(?:\.\d+)?(?:e\d+)?", re.IGNORECASE)
 _OWNER = re.compile(r"(?:[\w.-]+/)?(?:meta-(?=llama))?")
 _KINDS = re.compile(r"-(?:instruct|chat|base|hf|it|pt)(?=-|$)")  # of the same shape
-_VERSION = re.compile(r"(?:-(?:\d{4}|v\d+(?:\.\d+)?|\d+k))+$")
+_VERSION = re.compile(r"-(?:\d{4}|v\d+(?:\.\d+)?|\d+k)$")
 _LLAMA_3 = re.compile(r"llama-3(?:\.[13])?-(?=(?:8|70|405)b$)")  # all of the same shapes, unlike 3.2
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _LEAST, _MOST = 1e6, 20e12  # parameters
@@ -57,9 +57,10 @@ def find_model(text: str) -> Model:
     name = text.strip().lower()
     if not os.path.exists(path):
         name = _LLAMA_3.sub("llama-", _KINDS.sub("", _OWNER.sub("", name)))
-    for each in (name, _VERSION.sub("", name)):
-        if each in MODELS:
-            return MODELS[each]
+    while name not in MODELS and (version := _VERSION.search(name)):
+        name = name[: version.start()]
+    if name in MODELS:
+        return MODELS[name]
     size = _SIZE.fullmatch(text.strip())
     if size:
         return of_size(float(size[1]) * _UNITS[size[2].lower()], text.strip())

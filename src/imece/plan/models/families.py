@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from imece.plan.models import mixtures
+from imece.plan.models.fields import POSITIONS, WINDOW, one_of
 from imece.plan.models.model import Norm
 
-WINDOW = "sliding_window"
-POSITIONS = "max_position_embeddings"
 Switch = bool | str  # a str: the field that decides
 
 
@@ -29,6 +29,7 @@ class Family:
     head_norms: Switch = False  # norms of queries and of keys, shared by all heads
     own_head_norms: Switch = False  # the same, with separate numbers for each head
     query_biases: Switch = False  # biases of queries, keys and values
+    latent_biases: Switch = False  # the same of what these are made from, if not from the residual
     out_biases: Switch = False  # bias of attention's output
     mlp_biases: Switch = False
     head_biases: bool = False
@@ -39,15 +40,13 @@ class Family:
     fused_gate: bool = False  # one for gate and up
     unused_positions: int = 0  # rows of that table that no token uses
     experts: str = ""  # the field with the number of experts
+    active: str = "num_experts_per_tok"  # of those that a token goes to
+    uneven: bool = False  # `translated` knows MLPs beside experts, and in place of them
+    dense_width: str = "intermediate_size"  # of the latter
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of absent fields, as in transformers
     ours: bool = False  # whether models/hugging_face_config.py reads such models, if they are plain
     full_every: int = 0  # of so many layers the last has no window, if the file does not say; 0: all have it
     translated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # into the fields named above
-
-
-def one_of(content: Mapping[str, Any], *names: str) -> Any:
-    """The first present one of several names for the same field."""
-    return next((content[name] for name in names if content.get(name) is not None), None)
 
 
 def _bloom(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +99,6 @@ def _windows_of_gpt_neo(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, WINDOW: content.get("window_size", 256), "layer_types": types}
 
 
-def _experts(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {**content, "num_experts": one_of(content, "num_experts", "num_local_experts")}
-
-
 def _phi(content: Mapping[str, Any]) -> dict[str, Any]:
     if content.get("qk_layernorm"):
         raise ValueError("it has norms of queries and keys")
@@ -132,6 +127,18 @@ def _gpt(**differs: Any) -> Family:
 
 def _kv(heads: int, **others: Any) -> dict[str, Any]:
     return {"num_key_value_heads": heads} | others
+
+
+def _deep_seek_family(**defaults: int) -> Family:
+    latent = {
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }  # fmt: skip
+    return Family(
+        uneven=True, mlp_width="moe_intermediate_size", experts="n_routed_experts",
+        latent_biases="attention_bias", out_biases="attention_bias", translated=mixtures.deep_seek,
+        defaults=latent | defaults,
+    )  # fmt: skip
 
 
 _GLM = _kv(2, head_dim=128, attention_bias=True)
@@ -217,16 +224,41 @@ FAMILIES = {  # by `model_type`
         translated=_mpt,
     ),
     "mixtral": Family(experts="num_local_experts", defaults=_kv(8)),
-    "qwen3_moe": Family(
-        mlp_width="moe_intermediate_size", **_ATTENTION_BIASES, head_norms=True, experts="num_experts",
-        translated=_experts, defaults=_kv(4),
+    "qwen2_moe": Family(
+        uneven=True, mlp_width="moe_intermediate_size", query_biases="qkv_bias", experts="num_experts",
+        translated=mixtures.qwen_2_moe, defaults={"qkv_bias": True},
     ),
-    "olmoe": Family(**_ATTENTION_BIASES, own_head_norms=True, experts="num_experts", translated=_experts),
+    "qwen3_moe": Family(
+        uneven=True, mlp_width="moe_intermediate_size", **_ATTENTION_BIASES, head_norms=True,
+        experts="num_experts", translated=mixtures.qwen_3_moe, defaults=_kv(4),
+    ),
+    "deepseek_v2": _deep_seek_family(n_routed_experts=64, n_shared_experts=2),
+    "deepseek_v3": _deep_seek_family(n_routed_experts=256, n_shared_experts=1, first_k_dense_replace=3),
+    "glm4_moe": Family(
+        uneven=True, mlp_width="moe_intermediate_size", experts="n_routed_experts",
+        query_biases="attention_bias", head_norms="use_qk_norm", translated=mixtures.first_dense,
+        defaults=_kv(8, n_routed_experts=128, n_shared_experts=1, first_k_dense_replace=1),
+    ),
+    "gpt_oss": Family(
+        **_ATTENTION_BIASES, experts="num_experts", fused_gate=True, full_every=2,
+        translated=mixtures.gpt_oss, defaults=_kv(8, head_dim=64, attention_bias=True, **{WINDOW: 128}),
+    ),
+    "llama4_text": Family(
+        uneven=True, **_ATTENTION_BIASES, experts="num_experts", dense_width="intermediate_size_mlp",
+        translated=mixtures.llama_4, defaults=_kv(8),
+    ),
+    "ernie4_5_moe": Family(
+        uneven=True, mlp_width="moe_intermediate_size", tied=True, experts="moe_num_experts", active="moe_k",
+        translated=mixtures.ernie_moe, defaults=_kv(4),
+    ),
+    "olmoe": Family(
+        **_ATTENTION_BIASES, own_head_norms=True, experts="num_experts", translated=mixtures.experts
+    ),
 }  # fmt: skip
 MIXTURES = [kind for kind, family in FAMILIES.items() if family.experts]
 ASKED = (  # have a window only if use_sliding_window
     "qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text",
-    "smollm3", "qwen3_moe",
+    "smollm3", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 # The part for text in a file of a model that also sees names only what differs from transformers' defaults.
 WITHIN: dict[object, dict[str, int]] = {

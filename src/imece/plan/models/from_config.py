@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from imece.errors import UserError
-from imece.plan.models.families import (
-    ASKED,
-    FAMILIES,
-    MIXTURES,
+from imece.plan.models.families import ASKED, FAMILIES, MIXTURES, WITHIN, Family, Switch
+from imece.plan.models.fields import (
+    DENSE_LAYERS,
+    LATENT,
     POSITIONS,
+    ROUTING,
+    SHARED_WIDTH,
     WINDOW,
-    WITHIN,
-    Family,
-    Switch,
     one_of,
 )
-from imece.plan.models.model import Model
+from imece.plan.models.model import Latent, Model
 
 CONFIG = "config.json"
 _MOST = 10**12  # of layers, channels, heads and so on
@@ -86,7 +85,8 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
         raise UserError(f"{where}: {error}, which is not planned for") from error
     needed = [family.layers, family.width, family.heads, "vocab_size"]
     needed += [each for each in (family.positions, family.experts) if each]
-    needed += ["num_experts_per_tok"] if family.experts else []
+    needed += [family.active] if family.experts else []
+    needed += [family.dense_width] if content.get(DENSE_LAYERS) else []
     needed += [family.mlp_width] if family.gated else []
     missing = [each for each in needed if content.get(each) is None]
     if missing:
@@ -113,7 +113,12 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
             biases=asks(family.mlp_biases),
             norm=family.norm,
             experts=numbers[family.experts] if family.experts else 0,
-            active_experts=numbers["num_experts_per_tok"] if family.experts else 0,
+            active_experts=numbers[family.active] if family.experts else 0,
+            shared_width=_whole(content, SHARED_WIDTH, where, 0),
+            routing=_whole(content, ROUTING, where, 0),
+            dense_layers=_whole(content, DENSE_LAYERS, where, 0),
+            dense_width=numbers[family.dense_width] if content.get(DENSE_LAYERS) else 0,
+            latent=Latent(**content[LATENT]) if LATENT in content else None,
             window=window,
             windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
             norms=1 if asks(family.one_norm) else family.norms,
@@ -140,6 +145,9 @@ def _vectors(model: Model, family: Family, asks: Callable[[Switch], bool]) -> in
     found += 2 * model.head_width if asks(family.head_norms) else 0
     found += query + key if asks(family.own_head_norms) else 0
     found += query + 2 * key if asks(family.query_biases) else 0
+    if model.latent is not None:
+        found += model.latent.queries + model.latent.keys  # norms
+        found += model.latent.kept if asks(family.latent_biases) else 0
     found += model.width if asks(family.out_biases) else 0
     if asks(family.mlp_biases):
         found += (2 if model.gated else 1) * model.mlp_width + model.width
@@ -160,7 +168,7 @@ def fields_of(kind: str) -> dict[str, str]:
         "layers": family.layers, "width": family.width, "heads": family.heads, "mlp_width": family.mlp_width,
         "positions": family.positions or POSITIONS, "experts": family.experts, "window": WINDOW,
         "kv_heads": "num_key_value_heads", "head_width": "head_dim", "vocab_size": "vocab_size",
-        "active_experts": "num_experts_per_tok",
+        "active_experts": family.active,
     }  # fmt: skip
 
 
@@ -181,10 +189,11 @@ def unplanned(content: Mapping[str, Any]) -> str | None:
         return "a model with states instead of attention"
     if content.get("image_size") is not None and content.get("patch_size") is not None:
         return "a model of images"
-    if content.get("shared_expert_intermediate_size") or content.get("n_shared_experts"):
-        return "it has experts that all tokens share"
-    if content.get("mlp_only_layers") or content.get("decoder_sparse_step") not in (None, 1):
-        return "some of its layers have no experts"
+    if kind not in FAMILIES or not FAMILIES[kind].uneven:
+        if one_of(content, "shared_expert_intermediate_size", "n_shared_experts"):
+            return "it has experts that all tokens share"
+        if content.get("mlp_only_layers") or content.get("decoder_sparse_step") not in (None, 1):
+            return "some of its layers have no experts"
     if kind not in FAMILIES and one_of(content, "num_experts", "num_local_experts", "n_routed_experts"):
         return f"a mixture of experts unlike {', '.join(MIXTURES)}"
     if isinstance(built, list) and any(_OTHER_HEAD.fullmatch(str(each)) for each in built):

@@ -6,6 +6,7 @@ From papers: Llama 2 and before (2302.13971, 2307.09288), GPT-3, and Narayanan e
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping
 from importlib import resources
 
@@ -22,4 +23,6 @@ def published() -> dict[str, Model]:
 def _model(row: Mapping[str, str]) -> Model:
     kind, name = row["model_type"], row["name"]
     numbers = {field: int(row[column]) for column, field in fields_of(kind).items() if row[column]}
-    return from_content({"model_type": kind, "tie_word_embeddings": bool(row["tied"])} | numbers, name, name)
+    others = dict(each.split("=") for each in (row["others"] or "").split())
+    content = {"model_type": kind, "tie_word_embeddings": bool(row["tied"])} | numbers
+    return from_content(content | {field: json.loads(value) for field, value in others.items()}, name, name)

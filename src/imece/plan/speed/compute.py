@@ -11,9 +11,10 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imece.plan.hardware import Gpu
-from imece.plan.models.model import Model
+from imece.plan.models.model import Mlp, Model
 from imece.plan.setup import Recipe
 from imece.plan.speed.manner import Manner
 
@@ -108,38 +109,29 @@ def layer_time(
 ) -> LayerTime:
     """One layer on one micro-batch, of whose tokens this rank has 1/context."""
     tokens, size = recipe.micro_batch * recipe.seq // context, recipe.precision.activations
-    heads, kv_heads = part(model.heads, tensor), part(model.kv_heads, tensor)
-    query, both, mlp = (
-        heads * model.head_width,
-        2 * kv_heads * model.head_width,
-        part(model.mlp_width, tensor),
-    )
-    through = tokens * max(1, model.active_experts)
-    at_work = max(1, min(model.experts, through))  # experts with tokens, each with matrices to be read
-    each = -(-through // at_work)  # rows per expert
-    shapes = (
-        (tokens, query + both, model.width, 1),
-        (each, (2 if model.gated else 1) * mlp, model.width, at_work),
-        (tokens, model.width, query, 1),
-        (each, model.width, mlp, at_work),
-    )
+    heads = part(model.heads, tensor)
+    attention, mlps = _attention_products(model, tokens, tensor), _mlp_products(model, tokens, tensor)
+    products = (*attention, *mlps)
     read = _ONE_BYTE if recipe.precision.fp8 else size
-    forward = sum(product_s(gpu, m, n, k, read, times) for m, n, k, times in shapes)
-    inputs = [product_s(gpu, m, k, n, read, times) for m, n, k, times in shapes]
-    weights = sum(product_s(gpu, k, n, m, read, times) for m, n, k, times in shapes)
-    cast = (0.0, 0.0)
-    if recipe.precision.fp8:
-        cast = _cast_s(gpu, recipe, shapes, (len(model.attention) - 1, len(model.mlp) - 1, 1, 1))
-    moved = _moved_forward(model, tokens, tensor if sequence else 1, query + both / 2, through * mlp) * size
+    forward = sum(p * product_s(gpu, m, n, k, read, times) for m, n, k, times, p, _ in products)
+    inputs = [p * product_s(gpu, m, k, n, read, times) for m, n, k, times, p, _ in products]
+    weights = sum(p * product_s(gpu, k, n, m, read, times) for m, n, k, times, p, _ in products)
+    by_columns = [each for each, product in zip(inputs, products, strict=True) if product.readers]
+    cast = _cast_s(gpu, recipe, products) if recipe.precision.fp8 else (0.0, 0.0)
+    turned = (heads + part(model.kv_heads, tensor)) * model.head_width
+    through = sum(each.part * each.active * part(each.width, tensor) for each in model.mlps)
+    moved = _moved_forward(model, tokens, tensor if sequence else 1, turned, tokens * through) * size
     if model.experts:  # inputs are sorted by expert; outputs are read and added
-        moved += 3 * through * model.width * size
+        moved += model.with_experts * 3 * tokens * model.active_experts * model.width * size
     around = stream_s(gpu, moved * manner.elementwise * (_FUSED if recipe.compiled else 1))
     core, core_backward = _core(gpu, model, manner, recipe, context, heads)
     thin = 0.0
     if recipe.adapters != "none":
-        alone = [(tokens, *matrix.part(tensor), 1) for matrix in model.attention]
-        alone += [(each, *matrix.part(tensor), at_work) for matrix in model.mlp]
-        thin = _thin_s(gpu, recipe, alone)
+        thin = _thin_s(gpu, recipe, [(tokens, *each.part(tensor), 1) for each in model.attention])
+        for mlp in model.mlps:
+            rows, times = _at_work(mlp, tokens)
+            beside = [(rows, *each.part(tensor), times) for each in mlp.matrices]
+            thin += mlp.part * _thin_s(gpu, recipe, beside)
     return LayerTime(
         forward=forward + around + core + thin + cast[0],
         inputs=sum(inputs) + 2 * around + core_backward + 2 * thin + cast[1],
@@ -147,21 +139,61 @@ def layer_time(
         core=core,
         core_backward=core_backward,
         products=forward + cast[0],
-        columns=(inputs[0] + inputs[1]) / 2,
+        columns=sum(by_columns) / 2,
     )
 
 
-def _cast_s(
-    gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]], readers: Sequence[int]
-) -> tuple[float, float]:
-    """Forward and backward seconds of casting everything that these products read to FP8.
+class _Product(NamedTuple):
+    """[rows, terms] x [terms, columns], `times` at once, in a part of the layers."""
 
-    readers: matrices that read the same input, which a compiler casts only once.
-    """
+    rows: int
+    columns: int
+    terms: int
+    times: int
+    part: float
+    readers: int  # matrices that make the columns, all of the same input; 0: split by terms, not by columns
+
+
+def _attention_products(model: Model, tokens: int, tensor: int) -> list[_Product]:
+    """Those of attention's matrices on one of `tensor` ranks."""
+    heads = part(model.heads, tensor)
+    last = _Product(tokens, model.width, heads * model.value_width, 1, 1, 0)
+    if model.latent is None:
+        columns = (heads + 2 * part(model.kv_heads, tensor)) * model.head_width
+        return [_Product(tokens, columns, model.width, 1, 1, len(model.attention) - 1), last]
+    inner = [_Product(tokens, *each.part(tensor), 1, 1, 1) for each in model.attention if each.reads_residual]
+    return [*inner, last]
+
+
+def _mlp_products(model: Model, tokens: int, tensor: int) -> list[_Product]:
+    """Those of the MLPs."""
+    found = []
+    for mlp in model.mlps:
+        rows, times = _at_work(mlp, tokens)
+        inner, made = part(mlp.width, tensor), 2 if model.gated else 1
+        found += [
+            _Product(rows, made * inner, model.width, times, mlp.part, len(mlp.matrices) - 1),
+            _Product(rows, model.width, inner, times, mlp.part, 0),
+        ]
+    return found
+
+
+def _at_work(mlp: Mlp, tokens: int) -> tuple[int, int]:
+    """(rows per MLP, MLPs with rows, each with matrices to be read)."""
+    through = tokens * mlp.active
+    at_work = max(1, min(mlp.experts, through))
+    return -(-through // at_work), at_work
+
+
+def _cast_s(gpu: Gpu, recipe: Recipe, products: Sequence[_Product]) -> tuple[float, float]:
+    """Forward and backward seconds of casting everything that these products read to FP8. A compiler casts
+    what several matrices read only once."""
     of, forward, backward = _CASTS if recipe.compiled else _CASTS_ALONE, 0.0, 0.0
-    for (rows, columns, terms, times), alike in zip(shapes, readers, strict=True):
-        inputs, matrix, gradient = (times * n for n in (rows * terms, terms * columns, rows * columns))
-        inputs *= 1 if recipe.compiled else alike
+    for rows, columns, terms, times, share, readers in products:
+        inputs, matrix, gradient = (
+            share * times * n for n in (rows * terms, terms * columns, rows * columns)
+        )
+        inputs *= 1 if recipe.compiled else max(1, readers)
         forward += of.input * inputs + of.matrix * matrix
         backward += of.input_again * inputs + of.matrix_again * matrix + of.gradient * gradient
     return stream_s(gpu, forward), stream_s(gpu, backward)
@@ -180,7 +212,7 @@ def _thin_s(gpu: Gpu, recipe: Recipe, shapes: Sequence[tuple[int, int, int, int]
     return total
 
 
-def _moved_forward(model: Model, tokens: int, split: int, turned: float, activated: int) -> float:
+def _moved_forward(model: Model, tokens: int, split: int, turned: float, activated: float) -> float:
     """Elements that a layer's forward reads and writes without products, one kernel per operation."""
     width = tokens * model.width * (2 * model.norms + 2 * 3) / split  # norms, two sums with the residual
     turned *= 2 if model.head_norms else 1  # queries and keys: their norms move as much as their rotation
@@ -197,7 +229,7 @@ def _core(
     forward, backward = _attended(gpu, model, manner, recipe, context, heads)
     if context == 1:
         return forward, backward
-    elements = context * (recipe.micro_batch * recipe.seq // context) * heads * model.head_width
+    elements = context * (recipe.micro_batch * recipe.seq // context) * heads * model.value_width
     return (
         forward + stream_s(gpu, _MERGED_FORWARD * elements),
         backward + stream_s(gpu, _MERGED_BACKWARD * elements),
@@ -213,15 +245,15 @@ def _attended(
     flops: float
     if recipe.attention == "plain":  # also computes scores that the causal mask hides
         rate = gpu.peak * gpu.reachable * gpu.sustained * _BATCHED
-        flops = 4 * scores * model.head_width
+        flops = 4 * scores * model.core_width
         forward = flops / rate + stream_s(gpu, _SCORES_FORWARD * scores)
         return forward, 2 * flops / rate + stream_s(gpu, _SCORES_BACKWARD * scores)
-    rate = gpu.peak * manner.flash * flash_part(model.head_width, recipe.seq)
-    flops = 2 * scores * model.scores_part(recipe.seq) * model.head_width
+    rate = gpu.peak * manner.flash * flash_part(model.core_width, recipe.seq)
+    flops = 2 * scores * model.scores_part(recipe.seq) * model.core_width
     return flops / (rate * gpu.flash[0]), 2.5 * flops / (rate * gpu.flash[1])
 
 
-def flash_part(head_width: int, seq: int) -> float:
+def flash_part(head_width: float, seq: int) -> float:
     """Share of Gpu.flash that attention reaches with this head width and length: tiles of narrow heads
     multiply little between softmaxes, and tiles of wide heads are small, because they hold much."""
     return math.pow(min(head_width / _WIDE, _WIDE / head_width), 0.15) * seq / (seq + _HALF_SEQ)
@@ -245,8 +277,9 @@ def flops_a_token(model: Model, seq: int, frozen: bool = False) -> float:
     """
     active = model.parameters
     if model.experts:
-        active -= model.layers * (model.experts - model.active_experts) * model.expert_parameters
-    heads = model.q_width * model.scores_part(seq)
+        idle = (model.experts - model.active_experts) * model.expert_parameters
+        active -= round(model.layers * model.with_experts * idle)
+    heads = model.heads * model.core_width * model.scores_part(seq)
     return (4 if frozen else 6) * active + 12 * model.layers * heads * seq
 
 

@@ -48,8 +48,8 @@ def _held_bytes(setup: Setup, part: Held, in_fp8: bool) -> tuple[float, float]:
     in_fp8: layers as they are multiplied."""
     size = setup.recipe.precision.parameters
     in_layers = FOUR_BIT if setup.recipe.adapters == "qlora" else 1 if in_fp8 else size
-    layer = (part.layer + part.experts) * in_layers
-    return part.layers * layer + (part.tables + part.rest) * size, layer
+    layers = (part.layers * part.layer + part.all_experts) * in_layers
+    return layers + (part.tables + part.rest) * size, (part.layer + part.experts) * in_layers
 
 
 class _Gathers(NamedTuple):
