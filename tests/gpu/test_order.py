@@ -211,6 +211,35 @@ def test_all_is_behind_what_it_needs_in_more_ways() -> None:
     _check(list(MORE_WAYS))
 
 
+def looked_at() -> list[list[Any]]:
+    """Of steps with check_finite, in the second of which a NaN comes: who brought it, the host's waits."""
+    enter(2, "cuda")
+    try:
+        with cpu_as_gpu():
+            inner: Any = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(4))).to(CUDA)
+            model = imece.DistributedDataParallel(inner, check_finite=True, bucket_cap_mb=1e-3)
+            factor = [1.0]
+            inner[1].bias.register_hook(lambda grad: grad * factor[0])
+            found = []
+            for factor[0] in (1.0, torch.nan, 1.0):
+                gpu.waits.clear()
+                model(torch.ones(4, SIDE, device=CUDA)).sum().backward()
+                found.append([model.nonfinite, len(gpu.waits)])
+                model.zero_grad()
+            assert len(model.reducer.buckets) > 1
+            return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_whether_gradients_are_finite_is_asked_once() -> None:
+    """Not of each bucket: backward would wait for it. All ranks are taken to be as this one."""
+    (found,) = run_ranks(looked_at, 1, backend=None)
+    first, second, third = found
+    assert first == third == [{}, 1]
+    assert second[0] == {"0": ["1.bias"], "1": ["1.bias"]}
+
+
 # What is taken away is missed.
 
 
