@@ -133,11 +133,18 @@ def test_without_a_gpu_nothing_is_waited_for_or_kept() -> None:
     assert task._run is None
 
 
+class OnGpu(torch.Tensor):
+    """Taken for one that Gloo's messages cannot read."""
+
+    is_cuda = True
+
+
 class Recorded:
     """Stands in for a group of NCCL, which batches, or of Gloo."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.moved: list[torch.Tensor] = []
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(supports_coalescing=True)
@@ -151,9 +158,11 @@ class Recorded:
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         self.told.append(f"recv {peer} {tag}")
+        self.moved += tensors
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         self.told.append(f"send {peer} {tag}")
+        self.moved += tensors
 
 
 def test_messages_over_nccl_are_one_batch() -> None:
@@ -191,9 +200,10 @@ def test_nccl_has_no_tags_so_both_ends_list_messages_in_their_order() -> None:
 def test_a_message_alone_needs_two_ranks_of_the_group(
     call: Callable[[torch.Tensor], object], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch is in the communicator of all, for which NCCL waits if there is none yet."""
+    """A batch is in the communicator of all, for which NCCL waits if there is none yet. It moves bytes, as
+    NCCL has no complex numbers."""
     group = Recorded()
-    tensor: Any = SimpleNamespace(is_cuda=True, device=CUDA)
+    tensor = torch.zeros(2, dtype=torch.complex64).as_subclass(OnGpu)
     monkeypatch.setattr(group, "rank", lambda: 0, raising=False)
     backend = SimpleNamespace(supports_coalescing=True)
     monkeypatch.setattr(group, "_get_backend", lambda device: backend, raising=False)
@@ -206,6 +216,9 @@ def test_a_message_alone_needs_two_ranks_of_the_group(
     monkeypatch.setattr(messages, "Call", lambda *_, **__: started)
     call(tensor)
     assert group.told == told
+    (moved,) = group.moved
+    kind = moved.dtype, moved.numel(), moved.data_ptr()
+    assert kind == (torch.uint8, 16, tensor.data_ptr())
     for alone in (messages.send, messages.recv):
         with pytest.raises(ValueError, match=r"^tag=7, but NCCL has no tags: .* use exchange"):
             alone(tensor, 1, tag=7)
@@ -258,12 +271,6 @@ def test_checks_have_the_timeout_of_their_group(behind_shm: Recorded) -> None:
     world = dist.group.WORLD
     assert world is not None
     assert companions._timeout_of(world) == timedelta(seconds=20)
-
-
-class OnGpu(torch.Tensor):
-    """Taken for one that Gloo's messages cannot read."""
-
-    is_cuda = True
 
 
 def staged() -> list[Any]:

@@ -21,6 +21,7 @@ from imece.collectives.pending import wait_for
 from imece.collectives.reduction import combine
 from imece.collectives.schedules import Schedule, Step
 from imece.collectives.shared_memory.group import on_device
+from imece.collectives.shared_memory.tensors import as_bytes
 
 CHUNK_BYTES = 512 * 1024
 ROUNDS_AHEAD = 3
@@ -64,6 +65,7 @@ def post(
         group = on_device(group, on_gpu)
         if not group._get_backend(on_gpu.device).supports_coalescing:
             return _post_staged(sends, receives, group)
+        sends, receives = _in_bytes(sends), _in_bytes(receives)
         if not alone:
             return _post_batch(sends, receives, group)
         if tagged := [message.tag for message in (*sends, *receives) if message.tag]:
@@ -74,6 +76,11 @@ def post(
     works: list[Waitable] = [group.recv([m.tensor], m.peer, m.tag) for m in receives]
     works += [group.send([m.tensor], m.peer, m.tag) for m in sends]
     return works
+
+
+def _in_bytes(messages: Sequence[Message]) -> list[Message]:
+    """For NCCL, which does not know all dtypes: it has no complex ones, and no int16."""
+    return [message._replace(tensor=as_bytes(message.tensor)) for message in messages]
 
 
 def _post_batch(
