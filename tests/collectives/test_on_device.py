@@ -23,6 +23,8 @@ from imece.collectives.given_up import Sliced
 from imece.collectives.pending import Task
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.other_devices import OtherDevices
+from imece.collectives.texts import gather_json
+from imece.data_parallel.same import texts_that_differ
 from imece.device import choose_backends, choose_device
 from imece.errors import UserError
 from imece.world import World
@@ -306,11 +308,16 @@ def who_checks() -> list[Any]:
     for device in ("cpu", "meta"):  # meta: not the CPU, as a GPU is not
         call = Call("all_reduce", group, torch.zeros(2, device=device), "sum")
         said += [call._checker() is not None, call._enter() is not None]
-    return [*said, str(host_device(group, CUDA))]
+    meta = torch.device("meta")
+    texts = gather_json(group.rank(), group, meta), texts_that_differ([f"{group.rank()}"], group, meta, "")
+    return [*said, str(host_device(group, CUDA)), *texts]
 
 
 def test_calls_of_a_gpu_are_noted_and_checked_in_a_group_that_has_shm_beside_nccl() -> None:
-    assert run_ranks(who_checks, 2, backend=None) == [[False, False, True, True, "cpu"]] * 2
+    """And texts go over shm."""
+    assert run_ranks(who_checks, 2, backend=None) == [
+        [False, False, True, True, "cpu", [0, 1], {"0": ["0"], "1": ["1"]}]
+    ] * 2  # fmt: skip
 
 
 def test_numbers_of_the_host_stay_there_where_the_group_can_move_them() -> None:

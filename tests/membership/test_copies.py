@@ -7,8 +7,6 @@ import math
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +15,6 @@ import torch
 import imece
 from imece.checkpoint.deal import Slice
 from imece.errors import UserError
-from imece.membership import copies
 from imece.membership.copies import Copies
 from imece.membership.copy import Copy
 from imece.membership.pieces import Pieces
@@ -67,24 +64,6 @@ def test_only_the_same_tensors_fit() -> None:
         assert not copy.write(7, other)
         assert seen_by_another.asks == 7 and seen_by_another.steps == {6}
     copy.memory.close()
-
-
-@pytest.mark.parametrize("moves", ["cpu", "cuda"])
-def test_ranks_tell_of_copies_where_their_group_moves_tensors(
-    moves: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch's init_process_group("nccl") makes one for GPUs alone."""
-    told: list[torch.device] = []
-
-    def gather(_: Any, __: Any, device: torch.device, ___: str) -> list[Any]:
-        told.append(device)
-        return [{"lacking": "no memory"}]
-
-    monkeypatch.setattr(copies, "gather_json", gather)
-    group = SimpleNamespace(_device_types=[torch.device(moves)], rank=lambda: 0, size=lambda: 1)
-    mesh: Any = SimpleNamespace(world_group=group, hosts=((0,),), device=torch.device("cuda"))
-    assert Copies(mesh).exchange(1, held(1)) == "no memory"
-    assert told == [torch.device(moves)]
 
 
 def test_what_is_copied_again_is_what_it_is_now() -> None:

@@ -77,8 +77,9 @@ def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     On `device`, a GPU, it would be copied there and back, and the host would wait for all that the GPU has to
     do.
     """
-    has_cpu = isinstance(group, SharedMemoryGroup) or torch.device("cpu") in group._device_types
-    return torch.device("cpu") if has_cpu else device
+    if device.type == "cpu" or isinstance(group, SharedMemoryGroup):
+        return torch.device("cpu")
+    return torch.device("cpu") if torch.device("cpu") in group._device_types else device
 
 
 def flat_place(tensor: torch.Tensor) -> torch.Tensor:

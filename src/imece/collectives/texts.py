@@ -1,4 +1,8 @@
-"""Gathers texts from all ranks on all ranks: for messages, not for use within a step."""
+"""Gathers texts from all ranks on all ranks: for messages, not for use within a step.
+
+They travel on the CPU if the group moves the CPU's tensors. On a GPU the host would wait for all that it has
+to do; and if a rank is lost meanwhile, NCCL's call is aborted, which leaves anything in place of the texts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 
 Said = TypeVar("Said")
 
@@ -33,9 +38,10 @@ def gather_texts(
 def gather_json(mine: Any, group: dist.ProcessGroup, device: torch.device, label: str = "") -> list[Any]:
     """Every rank's object, in the group's order, complete however long: it travels in parts of 1 MiB a rank.
 
-    For data that a program reads; for messages to people `gather_texts` is enough. TypeError if `mine` is no
-    JSON.
+    For data that a program reads; for messages to people `gather_texts` is enough. device: of the model.
+    TypeError if `mine` is no JSON.
     """
+    device = host_device(group, device)
     data = bytearray(json.dumps(mine).encode())
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
     ops.all_gather(lengths, torch.tensor([len(data)], device=device), group=group, label=label)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 from imece.collectives.fingerprint import rank_words
 from imece.collectives.texts import gather_texts, of_ranks
 from imece.errors import MismatchError
@@ -49,7 +50,7 @@ def texts_that_differ(
 ) -> dict[int, list[str]]:
     """The lists of all ranks, by rank; empty if they are equal, which one message of 32 bytes can tell."""
     checksum = hashlib.sha256("\n".join(mine).encode()).digest()
-    words = torch.frombuffer(bytearray(checksum), dtype=torch.int64).to(device)
+    words = torch.frombuffer(bytearray(checksum), dtype=torch.int64).to(host_device(group, device))
     digests = words.new_empty(group.size() * words.numel())
     ops.all_gather(digests, words, group=group, label=label)
     same = len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from imece.collectives import ops
-from imece.collectives.calls import host_device
 from imece.collectives.texts import gather_json, gather_texts
 from imece.errors import UserError
 from imece.membership.copy import Copy, Held
@@ -100,7 +99,7 @@ class Copies:
                 mine = {"where": [*_where(own), at], "made": self._made}
             except UserError as error:
                 mine = {"lacking": str(error)}
-            said = gather_json(mine, group, host_device(group, self._mesh.device), "copies in memory")
+            said = gather_json(mine, group, self._mesh.device, "copies in memory")
             if lacking := [each["lacking"] for each in said if "lacking" in each]:
                 self.drop()
                 return str(lacking[0])
