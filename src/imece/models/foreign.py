@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from imece.listing import some
-from imece.models.experts import cast_experts
+from imece.models.experts import cast_experts, experts_of
 from imece.models.stored import Piece, Shape, stored
 
 Json = dict[str, Any]
@@ -104,6 +104,14 @@ class ForeignConfig:
     def parameter_count(self) -> int:
         """Number of parameters; a tied head counts once."""
         return sum(math.prod(shape) for shape in _tensors(self.content).shapes.values())
+
+    @property
+    def active_count(self) -> int:
+        """Number of parameters that a token goes through: of a mixture's experts some."""
+        experts, active = experts_of(self.built().config)
+        stacks = (shape for shape in _tensors(self.content).shapes.values() if len(shape) == 3)
+        idle = sum(math.prod(shape[1:]) for shape in stacks if shape[0] == experts) * (experts - active)
+        return self.parameter_count - idle
 
     @property
     def shapes(self) -> dict[str, Shape]:

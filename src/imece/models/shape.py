@@ -97,6 +97,11 @@ class TransformerConfig:
         return None if layer in self.full_layers else self.window
 
     @property
+    def active_count(self) -> int:
+        """Number of parameters that a token goes through: all."""
+        return self.parameter_count
+
+    @property
     def parameter_count(self) -> int:
         """Number of trained parameters; a tied head counts once."""
         attention = 2 * self.width * (self.q_width + self.kv_width)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from imece.models.foreign import ForeignConfig
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.watch import peak as peaks
@@ -32,6 +33,22 @@ def test_operations_of_a_token(tied: bool, seq: int) -> None:
     scales = 6 * config.width * (2 * config.layers + 1)  # of norms: not multiplied as a matrix is
     assert flops_per_token(config) + hidden_half - scales == pytest.approx(counted, rel=1e-12)
     assert scales < 0.01 * flops_per_token(config)
+
+
+def test_a_token_goes_through_some_of_the_experts() -> None:
+    """Of the layers that have any."""
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+    content = {
+        "model_type": "qwen3_moe", "num_key_value_heads": 2, "intermediate_size": 24, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0],
+    }  # fmt: skip
+    config = ForeignConfig.of(sizes | content)
+    idle = 2 * 6 * 3 * 16 * 8
+    assert config.parameter_count - config.active_count == idle
+    lookup = 0 if config.tied_head else 300 * 16
+    scores = 6 * config.q_width * 3 * 5
+    assert flops_per_token(config, 5) - scores == 6 * (config.parameter_count - idle - lookup)
 
 
 def test_the_rate_of_this_machine() -> None:

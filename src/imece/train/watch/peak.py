@@ -17,15 +17,15 @@ _ROUNDS = 5
 def flops_per_token(config: LanguageConfig, seq: int | None = None, *, frozen: bool = False) -> float:
     """Floating-point operations of forward and backward for one token, without recomputation.
 
-    6 for each parameter that is multiplied with (2 forward, 4 backward; the embedding only looks up), and 12
-    * layers * width of the heads * context for attention, of which only the causal half counts (in Chowdhery
-    et al. 2022, appendix B, all of it), within windows where layers have them. seq: tokens of a sequence, if
-    less than the model's context. frozen: parameters have no gradients, so 4 for each; adapters beside them
-    are not counted.
+    6 for each parameter that is multiplied with (2 forward, 4 backward; the embedding only looks up, and a
+    token goes through a few of a mixture's experts), and 12 * layers * width of the heads * context for
+    attention, of which only the causal half counts (in Chowdhery et al. 2022, appendix B, all of it), within
+    windows where layers have them. seq: tokens of a sequence, if less than the model's context. frozen:
+    parameters have no gradients, so 4 for each; adapters beside them are not counted.
     """
     tables = 1 if config.tied_head else 2
     looked_up = (tables - 1) * config.vocab_size * config.width  # a tied table is multiplied with, too
-    multiplied = config.parameter_count - looked_up
+    multiplied = config.active_count - looked_up
     seq = seq or config.max_seq
     windows = (min(config.window_of(layer) or seq, seq) for layer in range(config.layers))
     seen = sum(window * (2 - window / seq) for window in windows)  # twice what a token attends to on average
