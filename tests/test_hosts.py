@@ -109,7 +109,7 @@ def test_hosts_of_a_killed_owner_are_removed_and_those_of_a_live_one_are_not() -
 @needs_hosts
 def test_the_benchmark_measures_right_results() -> None:
     said: list[str] = []
-    plan = hosts.Plan(size_bytes=2**20, rounds=2, rate="100mbit", parts=(1, 8), steps=False)
+    plan = hosts.Plan(size=2**20, rounds=2, rate="100mbit", steps=False)
     results = hosts.run(plan, said.append)
     assert set(results.right) == {*WAYS, "broadcast"} and all(results.right.values())
     assert all(len(rounds) == 2 for rounds in results.seconds.values())

@@ -26,9 +26,9 @@ from imece.bench.collectives.collectives import Result
 from imece.bench.collectives.contenders import OPS, Contender, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.bench.crew import Crew, CrewError
+from imece.bench.options import read_sizes
 from imece.bench.targets import at_least
 from imece.cli.bench import BENCHMARKS
-from imece.cli.bench_values import read_sizes
 from imece.cli.main import main
 from imece.errors import UserError
 
@@ -110,7 +110,7 @@ def test_targets_are_judged_by_what_was_measured(
     def at(seconds: float, library: str) -> Result:
         return Result(2, "all_reduce", 64 * 2**20, library, True, 1, [seconds])
 
-    plan = collectives.Plan((2,), ("all_reduce",), (64 * 2**20,), ("shm", "gloo", "mpich"), 1)
+    plan = collectives.Plan()
     measured = [at(1.0, "shm"), at(7.9, "gloo"), at(4.1, "mpich"), at(0.85, "limit")]
     results = collectives.Results(plan, measured)
     shown = [each.line for each in collectives.judged(results)]
@@ -143,8 +143,8 @@ def test_what_misses_by_little_does_not_read_as_met(found: float, bound: float, 
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    assert read_sizes("1KiB..64KiB,6MiB") == [2**10, 2**12, 2**14, 2**16, 6 * 2**20]
-    assert read_sizes("8, 2k,2K") == [8, 2048]
+    assert read_sizes("1KiB..64KiB,6MiB") == (2**10, 2**12, 2**14, 2**16, 6 * 2**20)
+    assert read_sizes("8, 2k,2K") == (8, 2048)
     for bad in ("", "0", "-1", "1TiB", "1KiB..", "2KiB..1KiB", "1KiB;2KiB", "9" * 40):
         with pytest.raises(UserError):
             read_sizes(bad)
@@ -166,7 +166,7 @@ def test_where_no_library_is_left_nothing_is_measured(monkeypatch: pytest.Monkey
     here: dict[str, Any] = {collectives.LIMIT: None}
     monkeypatch.setattr(collectives, "_crews", lambda *_: here)
     said: list[str] = []
-    plan = collectives.Plan((2,), ("broadcast",), (1024,), ("mpich", "deepspeed"), 1)
+    plan = collectives.Plan(ops=("broadcast",), against=("mpich", "deepspeed"), shared=False, ordinary=False)
     told = (
         r"^nothing to measure: no library of mpich, deepspeed is here that knows broadcast: name another in "
     )

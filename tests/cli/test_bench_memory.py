@@ -62,7 +62,7 @@ def test_strategies_are_measured_side_by_side(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_targets_of_strategies() -> None:
-    plan = StepPlan(("no-sync", "replicate", "zero1", "zero3", "fully-shard"))
+    plan = StepPlan(strategy=("replicate", "zero1", "zero3", "fully-shard"))
     seconds = {"no-sync": [0.9], "replicate": [1.0], "zero1": [1.01], "zero3": [1.1], "fully-shard": [2.2]}
     results = StepResults(plan, seconds={128: seconds})
     results.memory[128] = {"zero3": Memory(10, 0, 0), "fully-shard": Memory(9, 0, 0)}

@@ -30,7 +30,7 @@ GLOO, SHM, VIEW = "torch-gloo", "torch-shm", "torch-gloo-view"
 def measured(**seconds: list[float]) -> Results:
     """128 tokens; ways with _ for -."""
     ways = {name.replace("_", "-"): rounds for name, rounds in seconds.items()}
-    return Results(Plan(tuple(ways)), 1000, seconds={128: ways})
+    return Results(Plan(ways=tuple(ways)), 1000, seconds={128: ways})
 
 
 def test_what_is_added_is_taken_round_by_round() -> None:
@@ -64,7 +64,7 @@ def test_targets_are_judged_by_what_was_measured() -> None:
 
 def test_a_way_that_trains_another_model_is_told() -> None:
     alone = {ALONE: 9.0, WAITING: 8.0}
-    results = Results(Plan(WAYS), losses=alone | {OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
+    results = Results(Plan(ways=WAYS), losses=alone | {OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
     assert results.odd_ones == [GLOO, VIEW]
     del results.losses[GLOO], results.losses[VIEW]
     assert results.odd_ones == []
@@ -124,7 +124,7 @@ def test_a_way_that_cannot_be_built_is_left_out_with_its_error() -> None:
         def ask(self, do: str, way: str, timeout_s: float) -> list[dict[str, Any]]:
             return [{"parameters": 7}, answer] if way == OURS else [{"parameters": 7}] * 2
 
-    results = Results(Plan((ALONE, OURS, GLOO)))
+    results = Results(Plan(ways=(ALONE, OURS, GLOO)))
     step._build(OneRank(), results)  # type: ignore[arg-type]
     assert results.left_out == {OURS: "RuntimeError: no imece here"}
     assert list(results.losses) == [ALONE, GLOO] and results.parameters == 7
@@ -164,7 +164,7 @@ def test_parameters_are_counted_where_they_have_elements() -> None:
         def ask(self, do: str, way: str, timeout_s: float) -> list[dict[str, Any]]:
             return [{"parameters": 0 if way == "deepspeed-zero3" else 7}] * 2
 
-    results = Results(Plan((ALONE, "deepspeed-zero3")))
+    results = Results(Plan(ways=(ALONE, "deepspeed-zero3")))
     step._build(Emptied(), results)  # type: ignore[arg-type]
     assert results.parameters == 7
 
@@ -198,7 +198,7 @@ def test_a_quick_run_measures_traces_and_draws(tmp_path: Path, capsys: pytest.Ca
 
 def test_several_numbers_of_tokens_have_files_of_their_own(tmp_path: Path) -> None:
     results = Results(
-        Plan((ALONE,)), traces={n: {0: [StepTrace(0.0, 1.0, 2.0, 3.0)]} for n in ("128", "128-overlap")}
+        Plan(ways=(ALONE,)), traces={n: {0: [StepTrace(0.0, 1.0, 2.0, 3.0)]} for n in ("128", "128-overlap")}
     )
     said: list[str] = []
     step.write_timelines(results, tmp_path / "new" / "trace.json", None, said.append)
@@ -215,7 +215,7 @@ def test_several_numbers_of_tokens_have_files_of_their_own(tmp_path: Path) -> No
 
 
 def test_the_cost_of_a_parameter_is_the_difference_of_backwards() -> None:
-    results = parameter_cost.Results(parameter_cost.Plan((1_000, 10_000), rounds=3))
+    results = parameter_cost.Results(Plan(parameters=(10_000, 1_000), rounds=3))
     for parameters, each in ((1_000, 7e-6), (10_000, 9e-6)):
         bare = [0.01, 0.02, 0.03]
         results.processor_s[parameters] = {
@@ -248,7 +248,7 @@ def test_a_quick_run_of_parameters(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_memory_is_measured_for_each_way_in_ranks_of_its_own() -> None:
     said: list[str] = []
     ways = (ALONE, OURS, VIEW, ONE_PROCESS)
-    results = step.run(Plan(ways, (8, 4), rounds=1, steps=1, memory=True), said.append)
+    results = step.run(Plan((8, 4), ways, rounds=1, steps=1, memory=True), said.append)
     assert list(results.memory) == [4, 8]
     for found in results.memory.values():
         assert list(found) == [ALONE, OURS, VIEW]

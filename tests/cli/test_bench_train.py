@@ -27,15 +27,25 @@ from imece.bench.train.contenders import (
 from imece.bench.train.targets import judged
 from imece.bench.train.train import Results, Save
 from imece.cli.main import main
+from imece.train.config import TrainConfig
 
-BF16 = replace(QUICK, compute=replace(QUICK.compute, dtype="bf16"))
-FP32 = replace(QUICK, compute=replace(QUICK.compute, dtype="fp32"))
+
+class InBf16(Plan):
+    @property
+    def config(self) -> TrainConfig:
+        return replace(QUICK, compute=replace(QUICK.compute, dtype="bf16"))
+
+
+class InFp32(Plan):
+    @property
+    def config(self) -> TrainConfig:
+        return replace(QUICK, compute=replace(QUICK.compute, dtype="fp32"))
 
 
 def measured(**seconds: list[float]) -> Results:
     """Ways with _ for -, where imece trains in bf16 by default; 1000 tokens a step."""
     ways = {name.replace("_", "-"): rounds for name, rounds in seconds.items()}
-    return Results(Plan(tuple(ways), config=BF16), tokens=1000, seconds=ways)
+    return Results(InBf16(tuple(ways)), tokens=1000, seconds=ways)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
@@ -47,9 +57,9 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_the_default_is_first_and_depends_on_the_precision() -> None:
-    assert Plan((ALONE, *PLAIN.values()), config=BF16).ways == (OURS["bf16"], ALONE, *PLAIN.values())
-    assert Plan(WAYS, config=FP32).ways[:2] == (OURS["fp32"], OURS["bf16"])
-    assert len(Plan(WAYS, config=FP32).ways) == len(WAYS)
+    assert InBf16((ALONE, *PLAIN.values())).every == (OURS["bf16"], ALONE, *PLAIN.values())
+    assert InFp32(WAYS).every[:2] == (OURS["fp32"], OURS["bf16"])
+    assert len(InFp32(WAYS).every) == len(WAYS)
 
 
 def test_targets_are_judged_by_what_was_measured() -> None:
@@ -82,7 +92,7 @@ def test_what_was_not_measured_is_neither() -> None:
 
 def test_a_way_that_trains_another_model_is_told() -> None:
     losses = {OURS["bf16"]: 5.0, OURS["fp32"]: 5.01, PLAIN["fp32"]: 5.05, ONE_RANK: math.nan, ALONE: 9.0}
-    results = Results(Plan(WAYS, config=BF16), losses=losses)
+    results = Results(InBf16(WAYS), losses=losses)
     assert results.odd_ones == [PLAIN["fp32"], ONE_RANK]
     del losses[PLAIN["fp32"]], losses[ONE_RANK]
     assert results.odd_ones == []
@@ -103,7 +113,7 @@ def test_a_save_is_judged_by_the_rank_that_suffers_most() -> None:
             }
             return answers[do]
 
-    results = Results(Plan((), rounds=2, steps=3, config=BF16))
+    results = Results(InBf16((), rounds=2, steps=3))
     train._measure_saves(TwoRanks(), results)  # type: ignore[arg-type]
     assert results.save == Save([1.0, 1.0], outlasted=2, grown_bytes=130, written_bytes=100)
     results.phases = [{"step_s": 2.0, "other_s": 0.1}]

@@ -12,7 +12,6 @@ from imece.bench.planner import page as planner_page
 from imece.bench.planner import planner
 from imece.bench.planner import plot as planner_plot
 from imece.cli.bench import run
-from imece.cli.bench_planner import PlannerOptions
 from imece.errors import UserError
 from imece.plan.accuracy.memory import Fits
 from imece.plan.accuracy.published import read
@@ -73,7 +72,7 @@ def test_order_is_told_with_what_it_were_without_the_version() -> None:
     turned = table_of("ultrascale", (10, 3), (20, 2), (30, 1))
     told = re.compile(r"; below: cell -1.00; 0\.[67]\d if nanotron's version were not known$", re.M)
     assert told.search("\n".join(lines_of(results_of(turned))))
-    of_ones_own = planner.Results(planner.Plan(own=Path("mine.csv")), [turned])
+    of_ones_own = planner.Results(planner.Plan(rows=Path("mine.csv")), [turned])
     assert "were not known" not in "\n".join(lines_of(of_ones_own))
 
 
@@ -131,14 +130,14 @@ def test_rows_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("typed", "told"),
     [
-        (PlannerOptions(tables="vtrian"), "--tables 'vtrian' is not one of"),
-        (PlannerOptions(tables="nccl", rows=Path("x.csv")), "--rows needs --tables with one of ultrascale"),
-        (PlannerOptions(worst=-1), "--worst -1: 0 or more"),
-        (PlannerOptions(tables="sc21", page=Path("page.md")), "--page is of all tables"),
+        ("--tables vtrian", "--tables 'vtrian' is not one of"),
+        ("--tables nccl --rows x.csv", "--rows needs --tables with one of ultrascale"),
+        ("--worst -1", "--worst -1: 0 or more"),
+        ("--tables sc21 --page page.md", "--page is of all tables"),
     ],
 )
-def test_mistakes(options: PlannerOptions, told: str) -> None:
+def test_mistakes(typed: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        options.plan()
+        run(["planner", *typed.split()])

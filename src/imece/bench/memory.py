@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from imece.bench.crew import Crew
+from imece.bench.options import Options, check_ranks, counts, names
 from imece.bench.reference_model import MODELS
 from imece.bench.step.ways import STRATEGIES
+from imece.errors import UserError
 from imece.footprint import Offload
 from imece.observe.pictures import panels, save
 
 MODULE = "imece.bench.step.rank"
 CATEGORIES = ("parameters", "gradients", "optimizer", "communication", "host")
 _COLORS = ("#0b5394", "#6fa8dc", "#b45f06", "#999999", "#6aa84f")
+_TOKENS, _STEPS = 128, 3
 CLOSE = 0.05  # largest relative difference between counted and predicted
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    strategies: tuple[str, ...] = STRATEGIES
-    models: tuple[str, ...] = tuple(MODELS)
-    ranks: tuple[int, ...] = (2, 4)
+    strategies: Annotated[tuple[str, ...], names("--strategies", STRATEGIES)] = STRATEGIES
+    """Which strategies: a list. zero3-gather is zero3 as it runs between hosts."""
+    models: Annotated[tuple[str, ...], names("--models", [*MODELS])] = tuple(MODELS)
+    """Which models: a list of 10.9M, 29.5M, 97M."""
+    ranks: Annotated[tuple[int, ...], counts("--ranks")] = (2, 4)
+    """Numbers of ranks: a list."""
     bf16: bool = False
-    """Parameters and buckets of gradients in bf16, masters in fp32; replicate has no such mode."""
+    """Keep parameters and gradients in bf16 with masters in fp32, instead of all in fp32."""
     offload: Offload | None = None
-    """What is offloaded: to other memory of the same host here, counted as the host's."""
-    tokens: int = 128
-    steps: int = 3
+    """Count the optimizer, or the parameters too, as lying in a GPU's host. Here all of it is in the CPU's
+    memory."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Draw stacked bars (PNG) to this file."""
+    quick: bool = False
+    """The small model on 2 ranks: to see that it works."""
+
+    def check(self) -> None:
+        check_ranks(*self.ranks)
+        if not any(map(self.can_be, self.strategies)):
+            given = "--bf16" if self.offload is None else f"--offload {self.offload}"
+            can = ", ".join(filter(self.can_be, STRATEGIES))
+            asked = ",".join(self.strategies)
+            raise UserError(f"{given} cannot be with --strategies {asked}: name one of {can}")
+
+    def shortened(self) -> Plan:
+        return replace(self, models=self.models[:1], ranks=self.ranks[:1])
 
     def can_be(self, strategy: str) -> bool:
         """Whether a strategy supports the other options."""
@@ -94,8 +116,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                         model=model,
                         bf16=plan.bf16,
                         offload=plan.offload,
-                        tokens=plan.tokens,
-                        steps=plan.steps,
+                        tokens=_TOKENS,
+                        steps=_STEPS,
                     )
                 most = max(answers, key=lambda answer: sum(answer["counted"].values()))
                 results.rows.append(

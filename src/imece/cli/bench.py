@@ -16,32 +16,20 @@ from imece.bench.gpu import gpu
 from imece.bench.gpu import targets as gpu_targets
 from imece.bench.hosts import hosts
 from imece.bench.hosts.namespaces import HostsUnavailable
+from imece.bench.options import Options
 from imece.bench.pipeline import pipeline
 from imece.bench.planner import page as planner_page
 from imece.bench.planner import planner
 from imece.bench.planner import plot as planner_plot
-from imece.bench.recovery import recovery
+from imece.bench.recovery import record, recovery
 from imece.bench.recovery import targets as recovery_targets
 from imece.bench.save import save
 from imece.bench.step import parameter_cost, step
 from imece.bench.step import targets as step_targets
 from imece.bench.targets import Verdict
 from imece.bench.tensor import tensor
+from imece.bench.train import contenders, train
 from imece.bench.train import targets as train_targets
-from imece.bench.train import train
-from imece.cli.bench_gpu import GpuOptions
-from imece.cli.bench_options import (
-    CollectivesOptions,
-    HostsOptions,
-    MemoryOptions,
-    StepOptions,
-    TrainOptions,
-)
-from imece.cli.bench_pipeline import PipelineOptions
-from imece.cli.bench_planner import PlannerOptions
-from imece.cli.bench_recovery import RecoveryOptions
-from imece.cli.bench_save import SaveOptions
-from imece.cli.bench_tensor import TensorOptions
 from imece.cli.doctor_host import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
@@ -52,12 +40,12 @@ _IDLE = ", on an idle machine with two cores"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: its options, how it runs, and how its results are judged."""
+    """One benchmark: how it runs, and how its results are judged."""
 
     text: str
     """One line for the list of all benchmarks, and for the top of its own help."""
-    options: type[Any]
-    """A dataclass with a method plan() and the files to write to."""
+    plan: type[Options]
+    """What it measures, and the files to write to."""
     run: Callable[[Any, Callable[[str], None]], Any]
     """(plan, function that is told each line of progress) -> results."""
     judged: Callable[[Any], Sequence[Verdict]] = lambda results: ()
@@ -66,8 +54,8 @@ class Benchmark:
     """What its targets take for granted."""
     failed: Callable[[Any], bool] = lambda results: False
     """results -> whether one is wrong, so that the exit status is 1."""
-    finish: Callable[[Any, Any], None] = lambda options, results: None
-    """(options, results) -> None: prints and writes whatever else there is."""
+    finish: Callable[[Any, Any], None] = lambda plan, results: None
+    """(plan, results) -> None: prints and writes whatever else there is."""
     measures: bool = True
     """Whether it measures this machine, which is then described first."""
 
@@ -85,16 +73,20 @@ def run(argv: Sequence[str]) -> int:
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(BENCHMARKS)}"
         raise UserError(f"{argv[0]!r} is not a benchmark: {hint}")
     bench = BENCHMARKS[argv[0]]
-    return _measure(argv[0], bench, parse(bench.options, argv[1:], f"imece bench {argv[0]}", bench.text))
+    return _measure(argv[0], bench, parse(bench.plan, argv[1:], f"imece bench {argv[0]}", bench.text))
 
 
-def _measure(name: str, bench: Benchmark, options: Any) -> int:
-    plan = options.plan()
-    if isinstance(plan, parameter_cost.Plan):
+def _measure(name: str, bench: Benchmark, plan: Any) -> int:
+    plan.check()
+    # `bench gpu` has no --quick: on a CPU it only shows that it works.
+    trial = "--device cpu" if getattr(plan, "device", None) == "cpu" else ""
+    if getattr(plan, "quick", False):
+        plan, trial = plan.shortened(), "--quick"
+    if getattr(plan, "parameters", ()):
         bench = _PARAMETERS
-    report.check_ending("--plot", getattr(options, "plot", None), report.PICTURES)
+    report.check_ending("--plot", getattr(plan, "plot", None), report.PICTURES)
     for file in ("json", "plot", "trace", "page"):
-        report.check_writable(getattr(options, file, None))
+        report.check_writable(getattr(plan, file, None))
     if bench.measures:
         for wrong in interface(os.environ, "GLOO_SOCKET_IFNAME", sorted(psutil.net_if_addrs())):
             if wrong.status == "warn":
@@ -107,18 +99,15 @@ def _measure(name: str, bench: Benchmark, options: Any) -> int:
         return 0
     verdicts = bench.judged(results)
     if verdicts:
-        # `bench gpu` has no --quick: on a CPU it only shows that it works.
-        trial = "--quick" if getattr(options, "quick", False) else ""
-        trial = "--device cpu" if getattr(options, "device", None) == "cpu" else trial
         unjudged = f"; none is judged, for {trial} is not to quote" if trial else ""
         print(f"\ntargets (set before any of it was measured{bench.whose}){unjudged}")
         for each in verdicts:
             print((replace(each, met=None) if trial else each).line)
-    if options.json is not None:
+    if plan.json is not None:
         figures = {"benchmark": name, "machine": machine.facts(), **results.as_json()}
-        report.write_json(options.json, figures | {"targets": [asdict(each) for each in verdicts]})
-        print(f"figures  {options.json}")
-    bench.finish(options, results)
+        report.write_json(plan.json, figures | {"targets": [asdict(each) for each in verdicts]})
+        print(f"figures  {plan.json}")
+    bench.finish(plan, results)
     return 1 if bench.failed(results) else 0
 
 
@@ -132,21 +121,21 @@ def _write(what: str, path: Path | None, write: Callable[[Path], object]) -> Non
         print(f"{what:<8} {path}")
 
 
-def _finish_collectives(options: CollectivesOptions, results: collectives.Results) -> None:
-    _write("plot", options.plot, lambda path: plot.draw(results.results, path, machine.describe()))
+def _finish_collectives(plan: collectives.Plan, results: collectives.Results) -> None:
+    _write("plot", plan.plot, lambda path: plot.draw(results.results, path, machine.describe()))
     for each in results.wrong:
         print(f"WRONG    {each.library} {each.op} of {size_text(each.size_bytes)}")
 
 
-def _finish_planner(options: PlannerOptions, results: planner.Results) -> None:
-    _write("plot", options.plot, lambda path: planner_plot.draw(results.tables, path))
-    _write("page", options.page, lambda path: planner_page.write(results, path, options.plot))
+def _finish_planner(plan: planner.Plan, results: planner.Results) -> None:
+    _write("plot", plan.plot, lambda path: planner_plot.draw(results.tables, path))
+    _write("page", plan.page, lambda path: planner_page.write(results, path, plan.plot))
 
 
 BENCHMARKS = {
     "collectives": Benchmark(
         "all_reduce and others beside Gloo, MPICH and DeepSpeed",
-        CollectivesOptions,
+        collectives.Plan,
         collectives.run,
         collectives.judged,
         _IDLE,
@@ -155,7 +144,7 @@ BENCHMARKS = {
     ),
     "hosts": Benchmark(
         "two emulated hosts on a slow cable (needs root and iproute2): all_reduce, broadcast, steps",
-        HostsOptions,
+        hosts.Plan,
         hosts.run,
         hosts.judged,
         failed=lambda results: not all(results.right.values()),
@@ -163,51 +152,51 @@ BENCHMARKS = {
     ),
     "step": Benchmark(
         "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
-        StepOptions,
+        step.Plan,
         step.run,
         step_targets.judged,
         _IDLE,
         failed=lambda results: bool(results.odd_ones),
-        finish=lambda options, results: step.write_timelines(results, options.trace, options.plot, _say),
+        finish=lambda plan, results: step.write_timelines(results, plan.trace, plan.plot, _say),
     ),
     "pipeline": Benchmark(
         "how long the ranks of a pipeline idle in each schedule, beside (p - 1) / m",
-        PipelineOptions,
+        pipeline.Plan,
         pipeline.run,
     ),
     "tensor": Benchmark(
         "a step of ranks that divide matrices, beside one rank and torch's parallelize_module",
-        TensorOptions,
+        tensor.Plan,
         tensor.run,
         failed=lambda results: bool(results.odd_ones),
     ),
     "memory": Benchmark(
         "bytes of a rank by category in every strategy, predicted and counted; bars",
-        MemoryOptions,
+        memory.Plan,
         memory.run,
         failed=lambda results: bool(results.far),
-        finish=lambda options, results: _write(
+        finish=lambda plan, results: _write(
             "plot",
-            options.plot,
+            plan.plot,
             lambda path: memory.draw(results, path, machine.describe().partition("; load")[0]),
         ),
     ),
     "save": Benchmark(
         "what a checkpoint in the background costs training: time, bytes, memory",
-        SaveOptions,
+        save.Plan,
         save.run,
         save.judged,
     ),
     "recovery": Benchmark(
         "ranks of a real training are killed at random, beside torchrun",
-        RecoveryOptions,
+        record.Plan,
         recovery.run,
         recovery_targets.judged,
         failed=lambda results: not results.all_survived,
     ),
     "planner": Benchmark(
         "predictions of imece plan beside published measurements; nothing is run",
-        PlannerOptions,
+        planner.Plan,
         planner.run,
         planner.judged,
         finish=_finish_planner,
@@ -215,7 +204,7 @@ BENCHMARKS = {
     ),
     "train": Benchmark(
         "imece train beside a plain loop with torch on Gloo, and the machine's limit",
-        TrainOptions,
+        contenders.Plan,
         train.run,
         train_targets.judged,
         _IDLE,
@@ -223,7 +212,7 @@ BENCHMARKS = {
     ),
     "gpu": Benchmark(
         "one GPU: imece beside the bare model, torch's DDP and fully_shard; loop, optimizer",
-        GpuOptions,
+        gpu.Plan,
         gpu.run,
         gpu_targets.judged,
         ", on an idle GPU",
@@ -232,7 +221,7 @@ BENCHMARKS = {
 }
 _PARAMETERS = Benchmark(  # `bench step --parameters`
     "",
-    StepOptions,
+    step.Plan,
     parameter_cost.run,
     parameter_cost.judged,
 )

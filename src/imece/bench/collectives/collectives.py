@@ -13,13 +13,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from imece.bench.collectives.contenders import LIBRARIES, deepspeed_is_locked, numel_of
+from imece.bench.collectives.contenders import LIBRARIES, OPS, deepspeed_is_locked, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES
 from imece.bench.crew import Crew, CrewError, slowest
+from imece.bench.options import Options, check_ranks, counts, names, read_sizes, sizes
 from imece.bench.rounds import turned
 from imece.bench.targets import Verdict, at_least, at_most
 from imece.errors import UserError
@@ -29,6 +30,7 @@ LIMIT = "limit"
 _MODULE = "imece.bench.collectives.rank"
 _ONLY_ALL_REDUCE = ("deepspeed",)
 _KIB, _MIB = 2**10, 2**20
+_SIZES = "1KiB..256MiB,6MiB"
 _TARGETS = (
     (2, 64 * _MIB, "shm", "gloo", 8.0),
     (2, 64 * _MIB, "shm", "mpich", 4.0),
@@ -47,16 +49,50 @@ _TARGETS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    ranks: tuple[int, ...]
-    ops: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes
-    libraries: tuple[str, ...]  # names in contenders.LIBRARIES
-    rounds: int
-    least_s: float = 0.020
-    """A round repeats the operation until it takes at least this long."""
+    ranks: Annotated[tuple[int, ...], counts("--ranks")] = (2,)
+    """Numbers of ranks, for instance 2,4."""
+    sizes: Annotated[tuple[int, ...], sizes(_SIZES)] = read_sizes(_SIZES)
+    """Message sizes: a list, or a range in which each size is four times the one before."""
+    ops: Annotated[tuple[str, ...], names("--ops", OPS)] = OPS
+    """Which operations: a list."""
+    rounds: int = 5
+    """Rounds, in each of which every library is timed once."""
+    against: Annotated[tuple[str, ...], names("--against", LIBRARIES[2:], or_none=True)] = LIBRARIES[2:]
+    """Other libraries; those that are not installed are left out."""
+    shared: bool = True
+    """Measure shm with tensors in shared memory (imece.shared_empty)."""
+    ordinary: bool = True
+    """Measure shm with ordinary tensors."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Write a plot (PNG) to this file."""
+    quick: bool = False
+    """Few sizes, 3 short rounds: to see that it works, not to quote."""
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Names in LIBRARIES."""
+        ours = zip(LIBRARIES, (self.shared, self.ordinary), strict=False)
+        return (*(name for name, wanted in ours if wanted), *self.against)
+
+    @property
+    def least_s(self) -> float:
+        """A round repeats the operation until it takes at least this long."""
+        return 0.004 if self.quick else 0.020
+
+    def check(self) -> None:
+        check_ranks(*self.ranks)
+        self.at_least_one("rounds")
+        if not self.libraries:
+            raise UserError("nothing to measure: name at least one library")
+
+    def shortened(self) -> Plan:
+        few = read_sizes("1KiB,64KiB,1MiB,8MiB") if self.sizes == Plan.sizes else self.sizes
+        return replace(self, sizes=few, rounds=min(self.rounds, 3))
 
 
 @dataclass

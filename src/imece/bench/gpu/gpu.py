@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 
 from imece.bench.gpu.loop import loops_own
 from imece.bench.gpu.ways import COMPILED, OPTIMIZERS, OURS, STRATEGIES, WAYS, Rank, Timed
+from imece.bench.options import Options, names
 from imece.bench.rounds import odd_losses, ratio, turned
+from imece.errors import UserError
 from imece.launch.spawn import spawn
 from imece.listing import many
 from imece.models.presets import preset
@@ -22,20 +25,38 @@ PARTS = ("wrapper", "compile", "strategies", "loop", "optimizer")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    device: str = "cuda"
-    model: str = "1.3b"
-    """A preset of models/presets.py, in bf16."""
-    parts: tuple[str, ...] = PARTS
+    parts: Annotated[tuple[str, ...], names("--parts", PARTS)] = PARTS
+    """Which parts: a step with and without wrappers, compiled, in sharded strategies, the loop of imece
+    train, the optimizer alone."""
+    model: Literal["tiny", "small", "medium", "1.3b"] = "1.3b"
+    """A preset of the model, in bf16."""
     sequences: int = 4
-    """Per step."""
+    """Sequences per step, each as long as the model's context."""
     rounds: int = 5
+    """Rounds, in each of which all ways are measured."""
     steps: int = 5
-    """Per round."""
-    trace: str = ""
-    """The file for the profile of some steps of imece, as Chrome trace JSON; empty for none."""
+    """Training steps in each round."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu: only with --model tiny, to see that it works, not to quote."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    trace: Path | None = None
+    """Write what torch's profiler saw of some steps of imece to this file (open it in Perfetto)."""
+
+    def check(self) -> None:
+        self.at_least_one("sequences", "rounds", "steps")
+        if self.device == "cpu" and self.model != "tiny":
+            raise UserError(f"--device cpu --model {self.model}: on a CPU only --model tiny is measured")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                "imece bench gpu needs a CUDA device, and torch sees none here: install a CUDA build of "
+                "torch, or try it with --device cpu --model tiny"
+            )
+        if self.trace is not None and (self.device == "cpu" or "wrapper" not in self.parts):
+            raise UserError("--trace: it is of steps on a GPU, of --parts wrapper")
 
 
 @dataclass
@@ -94,21 +115,22 @@ class Results:
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
     """Measure in a separate process, which prints as it goes; then print the tables."""
-    (told,) = spawn(_measure, (asdict(plan),), 1)
+    trace = "" if plan.trace is None else str(plan.trace.absolute())
+    (told,) = spawn(_measure, (asdict(replace(plan, json=None, trace=None)), trace), 1)
     results = Results(
         plan, **{key: value for key, value in told.items() if key != "ways"},
         ways={way: [Timed(**each) for each in timed] for way, timed in told["ways"].items()},
     )  # fmt: skip
     for line in lines(results):
         say(line)
-    if plan.trace:
-        say(f"trace    {plan.trace} (open it at ui.perfetto.dev)")
+    if trace:
+        say(f"trace    {trace} (open it at ui.perfetto.dev)")
     for way in results.odd_ones:
         say(f"  WRONG: {way} did not train the same model as the others")
     return results
 
 
-def _measure(asked: dict[str, Any]) -> dict[str, Any]:
+def _measure(asked: dict[str, Any], trace: str) -> dict[str, Any]:
     plan = Plan(**asked)
     shape = preset(plan.model)
     rank = Rank(plan.device, shape, plan.sequences)
@@ -119,7 +141,7 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
         print(f"round {turn + 1} of {plan.rounds}", flush=True)
         if "wrapper" in plan.parts:
             for way in turned(WAYS, turn):
-                timed = rank.train(way, plan.steps, count_syncs=way == OURS, trace=plan.trace)
+                timed = rank.train(way, plan.steps, count_syncs=way == OURS, trace=trace)
                 ways.setdefault(way, []).append(timed)
         if "compile" in plan.parts:
             ways.setdefault(COMPILED, []).append(rank.train(COMPILED, plan.steps))

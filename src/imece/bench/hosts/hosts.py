@@ -7,12 +7,14 @@ in int8 a quarter.
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from imece.bench.crew import Crew, slowest
 from imece.bench.hosts import step as hosts_step
@@ -20,27 +22,48 @@ from imece.bench.hosts import tcp
 from imece.bench.hosts.namespaces import ADDRESSES, Hosts, two_hosts
 from imece.bench.hosts.rank import WAYS
 from imece.bench.hosts.step import StepResults
+from imece.bench.options import Options, size
 from imece.bench.rounds import Taken, alternate
 from imece.bench.targets import Verdict, at_least
+from imece.errors import UserError
 from imece.listing import many, size_text
 
 _MODULE = "imece.bench.hosts.rank"
-PARTS = (1, 2, 4, 8, 16, 32)
+PARTS, FEW_PARTS = (1, 2, 4, 8, 16, 32), (1, 4)
 _TCP_BYTES = 48 * 2**20
 _TARGETS = (("hierarchical fp32", 1.45), ("hierarchical bf16", 2.8))
 """(way, at least this many times the speed of gloo), of the default size and rate."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    size_bytes: int = 16 * 2**20
-    rounds: int = 5
+    size: Annotated[int, size("16MiB")] = 16 * 2**20  # bytes
+    """Message size."""
     rate: str = "1gbit"
-    parts: tuple[int, ...] = PARTS
+    """Rate of the cable in each direction, in tc's notation."""
+    rounds: int = 5
+    """Rounds, in each of which all ways are measured."""
     steps: bool = True
-    """Whether to time training steps too."""
+    """Also time training steps across the cable."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """2 MiB, 2 rounds and no training steps: to see that it works, not to quote."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of whole fp32 numbers."""
+        return self.size // 4 * 4
+
+    def check(self) -> None:
+        if re.fullmatch(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?[kmg]?bit", self.rate) is None:
+            raise UserError(f"--rate {self.rate!r} is not a rate like 1gbit or 100mbit")
+        self.at_least_one("rounds")
+
+    def shortened(self) -> Plan:
+        return replace(self, size=min(self.size, 2 * 2**20), rounds=min(self.rounds, 2), steps=False)
 
 
 @dataclass
@@ -97,11 +120,11 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 def judged(results: Results) -> list[Verdict]:
     """The targets of all_reduce, and of training steps if they were measured."""
-    as_promised = (results.plan.size_bytes, results.plan.rate) == (Plan.size_bytes, Plan.rate)
+    as_promised = (results.plan.size_bytes, results.plan.rate) == (Plan.size, Plan.rate)
     medians = {way: statistics.median(rounds) for way, rounds in results.seconds.items()}
     shown = [
         at_least(
-            f"4 ranks, {size_text(Plan.size_bytes)}, {way}: at least {least:g} x gloo",
+            f"4 ranks, {size_text(Plan.size)}, {way}: at least {least:g} x gloo",
             medians["gloo"] / medians[way] if as_promised else None,
             least,
         )
@@ -194,11 +217,11 @@ def _all_reduce(crew: Crew, results: Results) -> None:
 
 def _broadcast(crew: Crew, results: Results) -> None:
     crew.ask("prepare", size_bytes=results.plan.size_bytes)
-    results.broadcast_s = {parts: [] for parts in results.plan.parts}
+    results.broadcast_s = {parts: [] for parts in (FEW_PARTS if results.plan.quick else PARTS)}
     results.right["broadcast"] = True
     for _ in range(results.plan.rounds):
         results.link_s.append(slowest(crew.ask("link")))
-        for parts in results.plan.parts:
+        for parts in results.broadcast_s:
             answers = crew.ask("broadcast", parts=parts)
             results.broadcast_s[parts].append(slowest(answers))
             results.right["broadcast"] &= all(answer["right"] for answer in answers)

@@ -8,29 +8,49 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from imece.bench.crew import Crew
+from imece.bench.options import Options, counts, names
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
+from imece.errors import UserError
 from imece.listing import many, size_text
-from imece.model_parallel.schedules import check_schedule, ideal_bubble
+from imece.model_parallel.schedules import SCHEDULES, check_schedule, ideal_bubble
 from imece.system.control_groups import usable_cores
 
 _MODULE = "imece.bench.pipeline.rank"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    stages: tuple[int, ...]
-    """Ranks of a pipeline."""
-    micro_batches: tuple[int, ...]
-    schedules: tuple[str, ...]
-    steps: int
-    wait: bool
-    """Whether all blocks wait instead of computing."""
+    stages: Annotated[tuple[int, ...], counts("--stages")] = (2, 4)
+    """Ranks of a pipeline: a list. If there are more ranks than cores, blocks wait instead of computing."""
+    micro_batches: Annotated[tuple[int, ...], counts("--micro-batches")] = (1, 2, 4, 8, 16)
+    """Micro-batches per batch: a list. Numbers that a schedule cannot run are left out."""
+    schedules: Annotated[tuple[str, ...], names("--schedules", SCHEDULES)] = SCHEDULES
+    """Which schedules: a list."""
+    steps: int = 5
+    """Steps of each measurement."""
+    wait: bool = False
+    """Let blocks wait instead of computing for any number of ranks, if others use the cores too."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """2 ranks, 2 and 4 micro-batches, 1 step: to see that it works, not to quote."""
+
+    def check(self) -> None:
+        if wrong := [each for each in self.stages if not 2 <= each <= BLOCKS]:
+            raise UserError(f"--stages {wrong[0]}: from 2 to {BLOCKS}, the blocks of the model")
+        if wrong := [each for each in self.micro_batches if each > 256]:
+            raise UserError(f"--micro-batches {wrong[0]}: 256 at most")
+        self.at_least_one("steps")
+
+    def shortened(self) -> Plan:
+        return replace(self, stages=(2,), micro_batches=(2, 4), steps=1)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from imece.bench.options import Options, names
 from imece.bench.targets import Verdict, at_least, at_most
+from imece.errors import UserError
 from imece.plan.accuracy import memory as accuracy_memory
 from imece.plan.accuracy import parts as accuracy_parts
 from imece.plan.accuracy import statistics as accuracy
@@ -37,15 +39,30 @@ _STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hy
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to judge."""
 
-    tables: tuple[str, ...] = ()
-    """Empty: all of them."""
-    own: Path | None = None
-    """Rows to judge instead, with the columns of the one named table."""
+    tables: Annotated[tuple[str, ...], names("--tables", TABLES, or_none=True)] = ()
+    """Which tables: a list. By default all of them, with the fits and the time of a search."""
+    rows: Path | None = None
+    """Judge the rows of this CSV file, which has the columns of the one table that --tables names."""
     worst: int = 3
-    """Number of rows to name in each table, of those that are off by 5 % or more."""
+    """Name so many rows of each table, the worst first, of those that are off by 5 % or more."""
+    page: Path | None = None
+    """Write a page in Markdown to this file."""
+    plot: Path | None = None
+    """Draw predicted against measured to this PNG file."""
+    json: Path | None = None
+    """Write all rows to this file."""
+
+    def check(self) -> None:
+        if self.worst < 0:
+            raise UserError(f"--worst {self.worst}: 0 or more")
+        if self.page is not None and self.tables:
+            raise UserError("--page is of all tables: leave --tables out")
+        readable = (*accuracy_time.TABLES, *accuracy_memory.TABLES)
+        if self.rows is not None and (len(self.tables) != 1 or self.tables[0] not in readable):
+            raise UserError(f"--rows needs --tables with one of {', '.join(readable)}")
 
 
 @dataclass(frozen=True)
@@ -108,12 +125,12 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     for name in TABLES:
         if plan.tables and name not in plan.tables:
             continue
-        table = _table(name, plan.own)
+        table = _table(name, plan.rows)
         results.tables.append(table)
         for line in lines(table, plan.worst):
             say(line)
-    if plan.own is not None and "ultrascale_memory" in plan.tables:
-        results.fits = {"these rows": accuracy_memory.ultrascale_fits(own=read_own("ultrascale", plan.own))}
+    if plan.rows is not None and "ultrascale_memory" in plan.tables:
+        results.fits = {"these rows": accuracy_memory.ultrascale_fits(own=read_own("ultrascale", plan.rows))}
     if not plan.tables:
         results.fits = {
             "ultrascale": accuracy_memory.ultrascale_fits(),
@@ -183,7 +200,7 @@ def judged(results: Results) -> list[Verdict]:
     for text, name, figure, bound in _ERRORS:
         found = figure(accuracy.summary(tables[name].rows, 0)) if name in tables else None
         shown.append(at_most(text, found, bound, "{:.1%}"))
-    shown += _judged_cells(tables.get("ultrascale"), published=results.plan.own is None)
+    shown += _judged_cells(tables.get("ultrascale"), published=results.plan.rows is None)
     shown.append(at_most(f"{CANDIDATES:,} candidates in 2 s", results.candidates_s, 2, "{:.2f} s"))
     fits = results.fits.get("ultrascale")
     if fits is None:

@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
+from imece.bench.options import Options, names
+from imece.bench.recovery.rank import SEQUENCES
 from imece.bench.recovery.runs import TorchKill
 from imece.bench.rounds import ratio
+from imece.errors import UserError
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 PARTS = ("kills", "cost", "torchrun", "start")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    strategies: tuple[str, ...] = STRATEGIES
-    parts: tuple[str, ...] = PARTS
     ranks: int = 4
+    """Number of ranks."""
     kills: int = 5
+    """Kills for each strategy."""
     every_s: float = 8.0
+    """Seconds between two kills, give or take half of it. Each kill waits until the last dead rank is
+    replaced."""
+    strategies: Annotated[tuple[str, ...], names("--strategies", STRATEGIES)] = STRATEGIES
+    """Which strategies: a list."""
+    parts: Annotated[tuple[str, ...], names("--parts", PARTS)] = PARTS
+    """What to measure: a list of kills, cost (when nothing fails), torchrun, start."""
     steps: int = 200
-    """Steps after which parameters are compared; the run goes on until some time after the last kill."""
-    cost_rounds: int = 15
-    cost_steps: int = 10
+    """Steps after which parameters are compared with those of an undisturbed run."""
     torchrun_runs: int = 3
+    """Runs of torchrun in each of two settings, with one kill each."""
     checkpoint_every: int = 10
-    """In steps, under torchrun."""
+    """Steps between two checkpoints under torchrun."""
     seed: int = 0
-    pause_s: float = 0.0
-    """Added to each step: for tests."""
+    """The seed of the kills: another one hits other ranks at other instants."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """2 ranks, 1 kill, the first strategy, no torchrun, no starts: to see that it works, not to quote."""
+
+    @property
+    def cost_rounds(self) -> int:
+        """Rounds of the part "cost","""
+        return 2 if self.quick else 15
+
+    @property
+    def cost_steps(self) -> int:
+        """and steps in each of them."""
+        return 2 if self.quick else 10
+
+    @property
+    def pause_s(self) -> float:
+        """Added to each step, so that short runs can be hit."""
+        return 0.02 if self.quick else 0.0
+
+    def check(self) -> None:
+        if not 2 <= self.ranks <= SEQUENCES:
+            raise UserError(f"--ranks {self.ranks}: from 2 to {SEQUENCES}, the sequences of a step")
+        self.at_least_one("kills", "torchrun_runs", "checkpoint_every")
+        if self.steps < 2:
+            raise UserError(f"--steps {self.steps}: at least 2 are needed")
+        if not 0 < self.every_s <= 3600:
+            raise UserError(f"--every-s {self.every_s:g}: more than 0 and up to 3600 seconds")
+
+    def shortened(self) -> Plan:
+        one, parts = self.strategies[:1], ("kills", "cost")
+        return replace(self, strategies=one, parts=parts, ranks=2, kills=1, every_s=2.0, steps=20)
 
 
 @dataclass

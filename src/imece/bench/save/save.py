@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from imece.bench.crew import Crew, slowest
+from imece.bench.options import Options, names
 from imece.bench.targets import Verdict, at_most
 from imece.data_parallel.strategy import STRATEGIES as BY_NAME
+from imece.errors import UserError
 from imece.listing import many
 
 MODULE = "imece.bench.save.rank"
 STRATEGIES = tuple(BY_NAME)
 DELAY_STEPS = 1.0  # most steps by which a save may delay training
 FIXED_BYTES = 16 * 2**20  # what a rank may write and hold beyond its part of the state
+_TOKENS = 128  # of a rank and step
 _WARM_UP = 2
 _LONGEST = 100  # most steps during one save
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    strategies: tuple[str, ...] = STRATEGIES
-    model: str = "97M"
+    strategies: Annotated[tuple[str, ...], names("--strategies", STRATEGIES)] = STRATEGIES
+    """Which strategies: a list. For hybrid ones the ranks pretend to be on two hosts."""
+    model: Literal["10.9M", "97M"] = "97M"
+    """Which model."""
     ranks: int = 4
-    tokens: int = 128
+    """Number of ranks."""
     rounds: int = 5
-    steps: int = 3
-    """Undisturbed steps per round; steps during a save are as many as it takes."""
+    """Saves with each strategy."""
     folder: Path | None = None
-    """Where checkpoints are written; None: the folder for temporary files."""
+    """Write checkpoints below this folder and remove them afterwards. Default: the folder for temporary
+    files."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """The small model on 2 ranks, one save: to see that it works, not to quote."""
+
+    @property
+    def steps(self) -> int:
+        """Undisturbed steps per round; steps during a save are as many as it takes."""
+        return 1 if self.quick else 3
+
+    def check(self) -> None:
+        if not 2 <= self.ranks <= 64 or self.ranks % 2:
+            raise UserError(f"--ranks {self.ranks}: an even number from 2 to 64 can be measured")
+        self.at_least_one("rounds")
+        if self.folder is not None and not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK)):
+            raise UserError(
+                f"--folder {self.folder}: no folder that can be written to: make it, or name another"
+            )
+
+    def shortened(self) -> Plan:
+        return replace(self, model="10.9M", ranks=2, rounds=1)
 
 
 @dataclass
@@ -116,7 +143,7 @@ def judged(results: Results) -> list[Verdict]:
 
 
 def _measure(crew: Crew, strategy: str, plan: Plan, folder: str) -> Row:
-    built = crew.ask("build", strategy=strategy, model=plan.model, tokens=plan.tokens, folder=folder)
+    built = crew.ask("build", strategy=strategy, model=plan.model, tokens=_TOKENS, folder=folder)
     for _ in range(_WARM_UP):
         crew.ask("step")
     first = crew.ask("memory")
@@ -162,7 +189,7 @@ def _heads(results: Results) -> list[str]:
     return [
         "",
         f"saves of a GPT of {row.parameters / 1e6:.1f}M parameters, AdamW, {plan.ranks} ranks, "
-        f"{plan.tokens} tokens a rank, 1 thread a rank,",
+        f"{_TOKENS} tokens a rank, 1 thread a rank,",
         f"medians of {many(plan.rounds, 'round')}; MB of the rank with most; share: of the checkpoint's "
         f"{row.state_bytes / 1e6:.0f} MB a rank's part",
         f"  {'':<14}{'ms/step':>9}{'copy ms':>9}{'on disk s':>11}{'later by steps':>16}"

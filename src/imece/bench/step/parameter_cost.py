@@ -9,7 +9,7 @@ from typing import Any
 
 from imece.bench.crew import Crew
 from imece.bench.rounds import Taken, alternate
-from imece.bench.step.step import MODULE
+from imece.bench.step.step import MODULE, Plan
 from imece.bench.step.ways import ALONE, OURS
 from imece.bench.targets import Verdict, at_most
 from imece.listing import many
@@ -17,16 +17,6 @@ from imece.listing import many
 _WAYS = (ALONE, OURS, "torch-shm")
 _COST_US = 8.0  # of processor time in backward, per parameter
 _GROWTH = 1.25  # ratio of that cost at 10,000 and at 1,000 parameters: linear, up to noise
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    parameters: tuple[int, ...] = (1_000, 10_000)
-    """Numbers of parameters, ascending; each has 8 elements."""
-    ranks: int = 2
-    rounds: int = 7
 
 
 @dataclass
@@ -41,6 +31,11 @@ class Results:
     other programs' time."""
     taken: dict[int, Taken] = field(default_factory=dict)
     """Number of parameters -> processor time that others took meanwhile."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of parameters, ascending; each has 8 elements."""
+        return sorted(self.plan.parameters)
 
     def cost_us(self, parameters: int, way: str) -> float:
         """Microseconds of processor time that `way` adds per parameter: median of the differences."""
@@ -57,7 +52,7 @@ class Results:
     @property
     def growth(self) -> float:
         """Cost of a parameter among the most, over that among the fewest: 1 if the cost is linear."""
-        fewest, most = self.plan.parameters[0], self.plan.parameters[-1]
+        fewest, most = self.sizes[0], self.sizes[-1]
         return self.cost_us(most, OURS) / max(1e-3, self.cost_us(fewest, OURS))
 
     def as_json(self) -> dict[str, Any]:
@@ -70,7 +65,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
     """Measure and print."""
     results = Results(plan)
     with Crew.of_ranks("parameters", MODULE, plan.ranks) as crew:
-        for parameters in plan.parameters:
+        for parameters in results.sizes:
             for way in _WAYS:
                 crew.ask("chain", way=way, parameters=parameters)
                 crew.ask("backward", way=way)  # the first backward makes buckets
@@ -111,11 +106,11 @@ def lines(results: Results) -> list[str]:
 def judged(results: Results) -> list[Verdict]:
     """The targets."""
     shown = []
-    for parameters in results.plan.parameters:
+    for parameters in results.sizes:
         text = f"{parameters:,} parameters: at most {_COST_US:g} us of processor time each"
         shown.append(at_most(text, results.cost_us(parameters, OURS), _COST_US, "{:.2f} us"))
-    if len(results.plan.parameters) > 1:
-        fewest, most = results.plan.parameters[0], results.plan.parameters[-1]
+    if len(results.sizes) > 1:
+        fewest, most = results.sizes[0], results.sizes[-1]
         text = f"linear: a parameter of {most:,} costs at most {_GROWTH:g} x one of {fewest:,}"
         shown.append(at_most(text, results.growth, _GROWTH, "{:.2f} x"))
     return shown

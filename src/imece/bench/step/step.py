@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from imece.bench import machine, report
 from imece.bench.crew import Crew, slowest
+from imece.bench.options import Options, check_ranks, counts, names
+from imece.bench.reference_model import REFERENCE
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.step import timeline
-from imece.bench.step.ways import ALONE, APART, ONE_PROCESS, OURS, OVERLAPPED, missing
+from imece.bench.step.ways import (
+    ALONE,
+    APART,
+    ONE_PROCESS,
+    OURS,
+    OVERLAPPED,
+    STRATEGY_WAYS,
+    WAYS,
+    missing,
+)
 from imece.data_parallel.reducing.trace import BucketTrace, StepTrace
+from imece.errors import UserError
 from imece.listing import many
 
 MODULE = "imece.bench.step.rank"
@@ -22,24 +34,61 @@ _BUILD_S = 1200.0  # DeepSpeed's first use compiles C++, for minutes on a busy m
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    ways: tuple[str, ...]
-    """Names in ways.WAYS, including ALONE."""
-    tokens: tuple[int, ...] = (128, 512)
-    """Per rank and step."""
+    tokens: Annotated[tuple[int, ...], counts("--tokens")] = (128, 512)
+    """Tokens of one rank in one step: a list."""
+    ways: Annotated[tuple[str, ...], names("--ways", WAYS, or_none=True)] = WAYS
+    """Which ways of training: a list. Ways that are not installed are left out; no-sync is always
+    measured."""
+    #: Compare strategies of imece with torch's instead: a list of replicate, zero1, zero2, zero3,
+    #: zero3-gather (as between hosts), torch-zero1 (ZeroRedundancyOptimizer), fully-shard, deepspeed-zero3;
+    #: or all.
+    strategy: Annotated[tuple[str, ...], names("--strategy", STRATEGY_WAYS, or_none=True, every="all")] = ()
     ranks: int = 2
+    """Number of ranks."""
     rounds: int = 7
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Training steps per round."""
+    """Training steps in each round."""
     memory: bool = False
-    """Whether to measure memory too, each way in ranks of its own."""
+    """Also measure memory, each way in ranks of its own."""
+    parameters: Annotated[tuple[int, ...], counts("--parameters", or_none=True)] = ()
+    """Measure instead what each parameter costs in backward, in models of so many parameters: a list, for
+    instance 1000,10000."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    plot: Path | None = None
+    """Draw the timeline of one step to this PNG file; if several ways were traced, one file for each."""
+    trace: Path | None = None
+    """Write the timeline for ui.perfetto.dev (Chrome trace events) to this file; again one for each way."""
+    quick: bool = False
+    """2 rounds of 1 step: to see that it works, not to quote."""
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All ways that are measured; first the one that all are compared with."""
+        return tuple(dict.fromkeys((ALONE, *(self.strategy or self.ways))))
 
     @property
     def base(self) -> str:
         """The way to which the table compares the others."""
-        return _REPLICATE if _REPLICATE in self.ways else _GLOO
+        return _REPLICATE if _REPLICATE in self.every else _GLOO
+
+    def check(self) -> None:
+        check_ranks(self.ranks)
+        self.at_least_one("rounds", "steps")
+        if self.parameters and (self.plot or self.trace):
+            raise UserError("--parameters measures no timeline: leave --plot and --trace out")
+        for count in self.tokens:
+            if count > REFERENCE.length and count % REFERENCE.length:
+                raise UserError(
+                    f"--tokens {count}: more than {REFERENCE.length} must be a multiple of {REFERENCE.length}"
+                )
+
+    def shortened(self) -> Plan:
+        return replace(self, rounds=min(self.rounds, 2), steps=1)
 
 
 @dataclass(frozen=True)
@@ -102,7 +151,7 @@ class Results:
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
     """Measure, printing as it goes."""
     results = Results(plan)
-    for way in plan.ways:
+    for way in plan.every:
         why = missing(way)
         if why is not None:
             results.left_out[way] = why
@@ -218,7 +267,7 @@ def typical(traces: dict[int, list[StepTrace]]) -> dict[int, list[StepTrace]]:
 
 def _build(crew: Crew, results: Results) -> None:
     """Every way that can be built, after its first steps, which make buckets and optimizer states."""
-    for way in results.plan.ways:
+    for way in results.plan.every:
         if way in results.left_out:
             continue
         answers = crew.ask("build", way=way, timeout_s=_BUILD_S)
@@ -275,8 +324,3 @@ def _memory(results: Results) -> None:
 
 def _for_trace(path: Path, name: str, results: Results) -> Path:
     return path.with_stem(f"{path.stem}-{name}") if len(results.traces) > 1 else path
-
-
-def wanted(ways: Sequence[str]) -> tuple[str, ...]:
-    """`ways` with the one that all are compared with first."""
-    return (ALONE, *(way for way in ways if way != ALONE))

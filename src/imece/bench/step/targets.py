@@ -9,7 +9,7 @@ from imece.bench.targets import Verdict, at_least, at_most
 
 def judged(results: Results) -> list[Verdict]:
     """The targets of strategies if any is measured, else those of DistributedDataParallel."""
-    chosen = _STRATEGIES if "replicate" in results.plan.ways else _DDP
+    chosen = _STRATEGIES if "replicate" in results.plan.every else _DDP
     return [judge(results, tokens, way, against, bound) for judge, tokens, way, against, bound in chosen]
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from imece.bench.crew import Crew, slowest
+from imece.bench.options import Options, counts
+from imece.bench.reference_model import REFERENCE
 from imece.bench.rounds import Taken, alternate
-from imece.bench.tensor.ways import ALONE, WAYS
+from imece.bench.tensor.ways import ALONE, WAYS, shape
+from imece.errors import UserError
 from imece.listing import many, size_text
+from imece.model_parallel.plan import check_counts
 
 _MODULE = "imece.bench.tensor.rank"
 _FIRST = 2  # steps: the second loss depends on the first gradients
@@ -18,16 +23,42 @@ _NEAR = 1e-3  # relative difference of that loss between ways of training the sa
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
     ranks: int = 2
-    tokens: tuple[int, ...] = (128, 512)
-    """Per step."""
-    vocabularies: tuple[int, ...] = (512, 16384)
+    """Number of ranks that divide the matrices."""
+    tokens: Annotated[tuple[int, ...], counts("--tokens")] = (128, 512)
+    """Tokens per step: a list."""
+    vocabularies: Annotated[tuple[int, ...], counts("--vocabularies")] = (512, 16384)
+    """Entries of the vocabulary: a list."""
     rounds: int = 7
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Training steps per round."""
+    """Training steps in each round."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """128 tokens, 512 entries, 2 rounds of 1 step: to see that it works, not to quote."""
+
+    def check(self) -> None:
+        self.at_least_one("rounds", "steps")
+        if self.ranks < 2:
+            raise UserError(f"--ranks {self.ranks}: at least 2 are needed to divide a matrix")
+        model = shape(self.vocabularies[0])
+        check_counts({"heads": model.heads, "mlp_width": model.mlp_width}, self.ranks)
+        for each in self.vocabularies:
+            check_counts({"--vocabularies": each}, self.ranks)
+        for each in self.tokens:
+            length = min(each, REFERENCE.length)
+            if each % length or length % self.ranks:
+                raise UserError(
+                    f"--tokens {each}: up to {REFERENCE.length}, or a multiple of it, and for {self.ranks} "
+                    "ranks to divide"
+                )
+
+    def shortened(self) -> Plan:
+        return replace(self, tokens=(128,), vocabularies=(512,), rounds=2, steps=1)
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from imece.bench.crew import Crew
+from imece.bench.options import Options, check_ranks, names
 from imece.data.prepare import prepare
+from imece.errors import UserError
 from imece.observe.units import megabytes
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.config import (
@@ -52,26 +53,45 @@ QUICK = TrainConfig(
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure."""
 
-    ways: tuple[str, ...]
-    """Names in WAYS; the default is put before them."""
+    ways: Annotated[tuple[str, ...], names("--ways", WAYS, or_none=True)] = WAYS
+    """Which ways of training: a list. The default of `imece train` is always measured."""
     ranks: int = 2
+    """Number of ranks."""
     rounds: int = 5
+    """Rounds, in each of which all ways are measured."""
     steps: int = 4
-    """Steps per round."""
-    config: TrainConfig = field(default_factory=TrainConfig)
-    """Model, text, batch and optimizer; the rest of it is not used."""
+    """Training steps in each round."""
+    json: Path | None = None
+    """Write all figures to this file."""
+    quick: bool = False
+    """A tiny model, 2 rounds of 1 step: to see that it works, not to quote."""
 
-    def __post_init__(self) -> None:
-        others = tuple(way for way in self.ways if way != self.default)
-        object.__setattr__(self, "ways", (self.default, *others))
+    @property
+    def config(self) -> TrainConfig:
+        """Model, text, batch and optimizer; the rest of it is not used."""
+        return QUICK if self.quick else TrainConfig()
 
     @property
     def default(self) -> str:
         """The way that `imece train` takes here by default."""
         return OURS[choose_precision(self.config.compute.dtype, torch.device("cpu")).name]
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All ways that are measured, the default first."""
+        return tuple(dict.fromkeys((self.default, *self.ways)))
+
+    def check(self) -> None:
+        check_ranks(self.ranks)
+        self.at_least_one("rounds", "steps")
+        if (sequences := self.config.batch.sequences) % self.ranks:
+            raise UserError(f"--ranks {self.ranks}: they cannot share the {sequences} sequences of a step")
+
+    def shortened(self) -> Plan:
+        return replace(self, rounds=min(self.rounds, 2), steps=1)
 
 
 class Contender:
@@ -97,8 +117,8 @@ def with_text(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> 
     prepared = prepare(config.data.source(), tokenizer, tokens)
     name = ", ".join(config.data.paths) or "Python standard library"
     say(f"text     {name}: {megabytes(prepared.source_bytes)}, {len(prepared.tokens.train.tokens):,} tokens")
-    data = dataclasses.replace(config.data, tokenizer=str(tokenizer), folder=str(tokens))
-    return dataclasses.replace(config, data=data)
+    data = replace(config.data, tokenizer=str(tokenizer), folder=str(tokens))
+    return replace(config, data=data)
 
 
 def start_all(
@@ -118,7 +138,7 @@ def start_all(
     ours = {*OURS.values(), *COMPILED.values()}
     started: dict[str, list[Crew]] = {}
     contenders = {}
-    for way in plan.ways:
+    for way in plan.every:
         kind = "alone" if way in (ONE_RANK, ALONE) else "ours" if way in ours else "plain"
         if kind not in started and kind == "alone":
             started[kind] = [start(f"{kind} {rank}", _OURS_MODULE, 1) for rank in range(plan.ranks)]
@@ -143,13 +163,13 @@ def _config_of(way: str, plan: Plan, config: TrainConfig, run_folder: Path) -> T
     batch = config.batch
     if way == ALONE:  # each rank does alone what a rank does among others
         share = batch_of(config, plan.ranks).sequences // plan.ranks
-        batch = dataclasses.replace(batch, sequences=share, tokens=0)
-    return dataclasses.replace(
+        batch = replace(batch, sequences=share, tokens=0)
+    return replace(
         config,
         run=str(run_folder),
         steps=NEVER_DONE,
         batch=batch,
-        compute=dataclasses.replace(config.compute, dtype=dtype, compile=way in COMPILED.values()),
+        compute=replace(config.compute, dtype=dtype, compile=way in COMPILED.values()),
         validate=ValidateSection(every=0),
         checkpoint=CheckpointSection(every=0),
     )

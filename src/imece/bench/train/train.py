@@ -86,6 +86,7 @@ class Results:
     def as_json(self) -> dict[str, Any]:
         """Everything."""
         return asdict(self) | {
+            "config": asdict(self.plan.config),
             "default": self.plan.default,
             "tokens_per_s": {way: self.tokens_per_s(way) for way in self.seconds},
         }
