@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FREE = {"__init__", "__main__", "cli", "bench"}
 # What the launcher and the planner start with.
 WITHOUT_TORCH = (
-    "imece", "imece.cli.main", "imece.cli.options", "imece.cli.launch", "imece.plan", "imece.layout",
+    "imece", "imece.cli.main", "imece.cli.options", "imece.cli.launch.launch", "imece.plan", "imece.layout",
     "imece.world",
 )  # fmt: skip
 

@@ -32,7 +32,7 @@ from imece.cli.bench import BENCHMARKS
 from imece.cli.main import main
 from imece.errors import UserError
 
-EVERY = "imece.cli.doctor_rank"
+EVERY = "imece.cli.doctor.rank"
 
 
 class Alone(Contender):

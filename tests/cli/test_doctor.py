@@ -18,10 +18,9 @@ import torch
 
 import imece
 from imece.bench.crew import Crew, CrewError
-from imece.cli import doctor
-from imece.cli import doctor_host as host
-from imece.cli.doctor_host import Finding
-from imece.cli.doctor_rank import COLLECTIVES
+from imece.cli.doctor import doctor, host
+from imece.cli.doctor.host import Finding
+from imece.cli.doctor.rank import COLLECTIVES
 from imece.cli.main import main
 from imece.collectives import ops
 from imece.errors import UserError
@@ -313,7 +312,7 @@ def test_links_are_measured_between_no_more_ranks_than_cores(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Crew, "of_ranks", _Linked)
-    for asked in ("imece.cli.doctor.usable_cores", "imece.bench.machine.usable_cores"):
+    for asked in ("imece.cli.doctor.doctor.usable_cores", "imece.bench.machine.usable_cores"):
         monkeypatch.setattr(asked, lambda: 3)
     monkeypatch.setattr("os.getloadavg", lambda: (3.3, 0.0, 0.0))
     assert main(["doctor", "--json"]) == 0

@@ -17,7 +17,7 @@ from typing import cast
 
 import pytest
 
-from imece.cli import drill
+from imece.cli.launch import drill
 from imece.cli.main import main
 from imece.launch import left_over
 from imece.launch.drill import Drill
@@ -123,7 +123,7 @@ def test_figures_are_written_where_nobody_reads(tmp_path: Path, monkeypatch: pyt
 
     (tmp_path / "s.py").touch()
     figures = tmp_path / "drill.json"
-    monkeypatch.setattr("imece.cli.drill.start", lambda *_: 141)
+    monkeypatch.setattr("imece.cli.launch.drill.start", lambda *_: 141)
     with contextlib.redirect_stdout(Unread()):
         assert drill.run(["--ranks", "2", "--json", str(figures), str(tmp_path / "s.py")]) == 141
     assert json.loads(figures.read_text())["status"] == 141

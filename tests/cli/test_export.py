@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from imece.checkpoint.load import Saved
-from imece.cli import export
+from imece.cli.export import export
 from imece.cli.main import main
 from imece.data.tokenizer import load_tokenizer
 from imece.data.tokens import open_tokens
@@ -138,7 +138,7 @@ def stopped_midway(run: str, out: str, go_on: str | None) -> int:
         while go_on is not None and not Path(go_on).exists():
             time.sleep(0.01)
 
-    with mock.patch("imece.cli.export.write_weights", stops):
+    with mock.patch("imece.cli.export.export.write_weights", stops):
         return main(["export", run, out])
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from imece import __version__
-from imece.cli.launch import split
+from imece.cli.launch.launch import split
 from imece.cli.main import COMMANDS, main
 from imece.errors import UserError
 from imece.launch.generations import Limits
@@ -169,7 +169,7 @@ def test_any_words_are_refused_in_one_line(words: list[str]) -> None:
         raise UserError("would start")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("imece.cli.launch.launch", no_launch)
+        patch.setattr("imece.cli.launch.launch.launch", no_launch)
         patch.setattr("imece.launch.hosts.agent.launch_here", no_launch)
         status, out, err = run("launch", *words)
     if status == 0:
@@ -204,7 +204,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(limits.ranks)
         return 0
 
-    monkeypatch.setattr("imece.cli.launch.launch", no_launch)
+    monkeypatch.setattr("imece.cli.launch.launch.launch", no_launch)
     return numbers
 
 
@@ -296,7 +296,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("imece.cli.launch.launch", interrupted)
+    monkeypatch.setattr("imece.cli.launch.launch.launch", interrupted)
     (tmp_path / "s.py").touch()
     assert run("launch", "--ranks", "2", str(tmp_path / "s.py")) == (130, "", "imece: interrupted\n")
 

@@ -20,8 +20,8 @@ import torch
 
 import imece
 from imece.cli.main import main
-from imece.cli.plan import _cluster_with, cluster_of, default_batch, question_of
-from imece.cli.plan_options import PlanOptions
+from imece.cli.plan.options import PlanOptions
+from imece.cli.plan.plan import _cluster_with, cluster_of, default_batch, question_of
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.plan.answer.search import judge
@@ -485,7 +485,7 @@ def test_the_ranking_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lines_are_no_wider_than_the_terminal(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imece.cli.plan.width", lambda: columns)
+    monkeypatch.setattr("imece.cli.plan.plan.width", lambda: columns)
     assert main(["plan", "llama-8b", "--gpus", "8xA100-40", "--global-batch", "128", "--top", "3"]) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= columns or len(line.split()) == 1 for line in out.splitlines()), out

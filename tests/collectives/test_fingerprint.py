@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imece.cli import launch_options
+from imece.cli.launch import options as launch_options
 from imece.collectives import fingerprint as fp
 from imece.collectives.recording import BODY
 from imece.world import MOST_RANKS

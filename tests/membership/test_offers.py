@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from imece.cli.launch_options import MOST_RANKS
+from imece.cli.launch.options import MOST_RANKS
 from imece.errors import UserError
 from imece.membership.offers import Offer, handed_over, newest_whole, of_step, on_host, travelling
 from imece.membership.roster import Generation, Roster

@@ -30,7 +30,7 @@ from imece.bench.targets import Verdict
 from imece.bench.tensor import tensor
 from imece.bench.train import contenders, train
 from imece.bench.train import targets as train_targets
-from imece.cli.doctor_host import interface
+from imece.cli.doctor.host import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
 from imece.listing import size_text

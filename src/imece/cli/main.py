@@ -34,7 +34,10 @@ COMMANDS = {
     "doctor": "check this host, and every collective on it",
 }
 
-_MODULES = {"eval": "evaluate"}  # commands whose file has another name: eval is Python's
+# Commands whose file has another name (eval is Python's), or lies in a folder.
+_MODULES = {"eval": "evaluate", "drill": "launch.drill"} | {
+    name: f"{name}.{name}" for name in ("doctor", "export", "launch", "plan")
+}
 _RANKS = {"train"}  # commands that a launcher may start as a rank: `run_as_rank(argv, stop)`
 _NO_ADDRESSES = re.compile("failed to map segment|annot allocate memory")  # the dynamic loader's words
 _LETTERS_LOST = re.compile("[\udc80-\udcff]")  # bytes that Python could not decode

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imece.cli.launch_options import MOST_HOSTS, MOST_RANKS
+from imece.cli.launch.options import MOST_HOSTS, MOST_RANKS
 from imece.launch.generations import Limits
 from imece.launch.hosts import frames
 from imece.launch.hosts.frames import FrameError, pack, printable, unpack

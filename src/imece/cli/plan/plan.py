@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imece.bench import report
 from imece.cli.options import parse
-from imece.cli.plan_options import PlanOptions, precision_of, read_tokens
+from imece.cli.plan.options import PlanOptions, precision_of, read_tokens
 from imece.errors import UserError
 from imece.plan.answer.call import next_of
 from imece.plan.answer.explain import gains, others
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     question = question_of(options)
     check(question)
     if options.scale is not None:
-        from imece.cli.plan_scale import show
+        from imece.cli.plan.scale import show
 
         return show(options, question, width())
     answer = settled(search(question))
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
         if options.top:
             print("\n" + "\n".join(table(answer.ranked, options.top, width())))
     if options.plot is not None or options.html is not None:
-        from imece.cli.plan_page import write_pictures
+        from imece.cli.plan.page import write_pictures
 
         write_pictures(explained, answer, options.plot, options.html)
     return 0
@@ -126,7 +126,7 @@ def question_of(options: PlanOptions) -> Question:
 def cluster_of(options: PlanOptions) -> Cluster:
     """The hardware that the options name, or that was measured."""
     if options.here:
-        from imece.cli.plan_here import cluster_here
+        from imece.cli.plan.here import cluster_here
 
         return cluster_here(options)
     if not options.gpus and options.hardware is None:
@@ -216,7 +216,7 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
     if options.plot is not None:
         print(f"imece: nothing fits, so nothing is drawn: {options.plot} is not written", file=sys.stderr)
     if options.html is not None:
-        from imece.cli.plan_page import write_shortfall
+        from imece.cli.plan.page import write_shortfall
 
         write_shortfall(question, smallest, found, options.html)
     return 2

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from imece.cli.launch import check_variables
+from imece.cli.launch.launch import check_variables
 from imece.cli.options import nearest
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus

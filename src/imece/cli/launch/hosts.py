@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from imece.cli.launch_options import LaunchOptions
+from imece.cli.launch.options import LaunchOptions
 from imece.errors import UserError
 from imece.launch.view import Watched
 from imece.system.addresses import parse_endpoint

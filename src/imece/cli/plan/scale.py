@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from imece.cli.plan_options import PlanOptions
+from imece.cli.plan.options import PlanOptions
 from imece.errors import UserError
 from imece.plan.answer.scale import MOST_GPUS, Point, curve, draw_scale, scale_json, scale_lines, slower
 from imece.plan.answer.space import Question

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from imece.cli import launch_hosts as hosts
-from imece.cli import launch_slurm
-from imece.cli.launch_options import LaunchOptions
+from imece.cli.launch import hosts, slurm
+from imece.cli.launch.options import LaunchOptions
 from imece.cli.options import parse
 from imece.collectives.choice import check_forced
 from imece.errors import UserError
@@ -44,19 +43,19 @@ Options = TypeVar("Options", bound=LaunchOptions)
 
 def run(argv: Sequence[str]) -> int:
     """`imece launch ARGV`: the exit status of the ranks (see launch/local.py)."""
-    own, command = split(argv, launch_slurm.WITH_VALUE)
-    asked, own = launch_slurm.take(own)
+    own, command = split(argv, slurm.WITH_VALUE)
+    asked, own = slurm.take(own)
     if asked is None:
         options, _, words = read(LaunchOptions, argv, PROG, DESCRIPTION)
         return start(options, words)
     hosts.refuse(own)
-    wanted = launch_slurm.read(asked)
+    wanted = slurm.read(asked)
     meant = [*wanted.words(own), "--", *command]
-    options, command, words = read(LaunchOptions, meant, launch_slurm.PROG, DESCRIPTION)
+    options, command, words = read(LaunchOptions, meant, slurm.PROG, DESCRIPTION)
     if wanted.task is None:
-        return launch_slurm.run(wanted, own, command)
-    status = start(options, words, launch_slurm.environment())
-    launch_slurm.finished(status)
+        return slurm.run(wanted, own, command)
+    status = start(options, words, slurm.environment())
+    slurm.finished(status)
     return status
 
 

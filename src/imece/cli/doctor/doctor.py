@@ -12,7 +12,7 @@ import psutil
 
 from imece.bench import machine
 from imece.bench.crew import Crew, CrewError
-from imece.cli.doctor_host import (
+from imece.cli.doctor.host import (
     Finding,
     host_findings,
     interface,
@@ -21,7 +21,7 @@ from imece.cli.doctor_host import (
     processes,
     temporary,
 )
-from imece.cli.doctor_rank import COLLECTIVES
+from imece.cli.doctor.rank import COLLECTIVES
 from imece.cli.options import parse
 from imece.collectives import recording, who_waits
 from imece.errors import UserError
@@ -30,7 +30,7 @@ from imece.system.open_files import allow_open_files, check_proc
 from imece.world import BACKEND, SCHEDULE
 
 BACKENDS = ("shm", "gloo")
-_MODULE = "imece.cli.doctor_rank"
+_MODULE = "imece.cli.doctor.rank"
 _ANSWER_S = 45.0  # longer than the ranks' own time limit, so that their message comes first
 
 

@@ -21,7 +21,7 @@ import tyro
 from tokenizers.processors import TemplateProcessing
 
 from imece.checkpoint.state.names import MODEL
-from imece.cli.export_adapter import FOUR_BITS, write_adapter
+from imece.cli.export.adapter import FOUR_BITS, write_adapter
 from imece.cli.options import parse
 from imece.data.chats import TEMPLATE, Chats
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from imece.bench.report import check_writable
-from imece.cli.plan_options import PlanOptions
+from imece.cli.plan.options import PlanOptions
 from imece.errors import UserError
 from imece.listing import many
 from imece.plan.hardware import Cluster

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from imece.bench import report
-from imece.cli.launch import read, start
-from imece.cli.launch_options import MOST_SECONDS, LaunchOptions
+from imece.cli.launch.launch import read, start
+from imece.cli.launch.options import MOST_SECONDS, LaunchOptions
 from imece.errors import UserError
 from imece.launch.drill import Drill
 from imece.launch.drill_record import Plan, lines

@@ -1,0 +1,1 @@
+"""Checks a host, and every collective on it."""

@@ -1,0 +1,1 @@
+"""Writes trained models for other programs."""

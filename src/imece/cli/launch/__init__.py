@@ -1,0 +1,1 @@
+"""Runs scripts on several ranks; `imece drill` kills some of them."""

@@ -1,0 +1,1 @@
+"""Says what fits, how fast and why."""
