@@ -28,13 +28,13 @@ _ALT = (
 )
 
 
-def write_pictures(explained: Explained, answer: Answer, png: Path | None, page_file: Path | None) -> None:
+def write_pictures(explained: Explained, png: Path | None, page_file: Path | None) -> None:
     """Write the picture and the page that were asked for. UserError if a file cannot be written."""
     if png is not None:
         with asked_for(png):
-            draw(explained, answer, png)
+            draw(explained, png)
     if page_file is not None:
-        _write(page_file, page_of(explained, answer))
+        _write(page_file, page_of(explained))
 
 
 def write_shortfall(question: Question, least: Candidate, found: Sequence[Way], page_file: Path) -> None:
@@ -60,12 +60,12 @@ def _write(path: Path, text: str) -> None:
         write_whole(path, text.encode())
 
 
-def page_of(explained: Explained, answer: Answer) -> str:
+def page_of(explained: Explained) -> str:
     """The whole page in one file: it fetches nothing and has no script."""
-    question, winner = explained.question, explained.winner
+    answer, question, winner = explained.answer, explained.question, explained.winner
     cluster = question.cluster
     picture = io.BytesIO()
-    save(whole(explained, answer), picture)
+    save(whole(explained), picture)
     encoded = base64.b64encode(picture.getvalue()).decode()
     body = [
         f"<h1>{html.escape(title(winner.setup))}</h1>",

@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     precision = options.precision_on(question.cluster.gpu)
     explained = explain(answer, read_tokens(options.tokens), precision)
     if options.json:
-        print(json.dumps(explained_json(explained, answer.ranked[: max(_LISTED, options.top)]), indent=1))
+        print(json.dumps(explained_json(explained, max(_LISTED, options.top)), indent=1))
     else:
         print("\n".join(lines(explained, width())))
         if options.top:
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
     if options.plot is not None or options.html is not None:
         from imece.cli.plan.page import write_pictures
 
-        write_pictures(explained, answer, options.plot, options.html)
+        write_pictures(explained, options.plot, options.html)
     return 0
 
 
@@ -157,8 +157,7 @@ def default_batch(cluster: Cluster, seq: int, micro_batch: int = 1) -> int:
 
 def explain(answer: Answer, tokens: float, precision: str) -> Explained:
     """Everything that is said of the winner. precision: as --precision names it."""
-    winner = answer.best
-    notes, gpu = tuple(winner.memory.notes), answer.question.cluster.gpu
+    notes, gpu = tuple(answer.best.memory.notes), answer.question.cluster.gpu
     if not gpu.bf16 and answer.question.precision.activations == 2:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
     if answer.question.precision.fp8:
@@ -172,10 +171,7 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
             "kernel multiplied for all; they lie where other parameters do: expert parallelism is not "
             "planned",
         )
-    following = next_of(answer, precision)
-    return Explained(
-        answer.question, winner, others(answer), gains(answer), tokens, answer.considered, following, notes,
-    )  # fmt: skip
+    return Explained(answer, others(answer), gains(answer), tokens, next_of(answer, precision), notes)
 
 
 def width() -> int:

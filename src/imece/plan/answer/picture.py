@@ -46,12 +46,12 @@ _MOST_POINTS = 4000
 _ABOVE = 1.06  # of the fastest way's rate
 
 
-def draw(explained: Explained, answer: Answer, path: Path) -> None:
+def draw(explained: Explained, path: Path) -> None:
     """Write a PNG with four panels."""
-    save(whole(explained, answer), path)
+    save(whole(explained), path)
 
 
-def whole(explained: Explained, answer: Answer) -> Figure:
+def whole(explained: Explained) -> Figure:
     """The four panels."""
     from matplotlib.figure import Figure
 
@@ -60,7 +60,7 @@ def whole(explained: Explained, answer: Answer) -> Figure:
     draw_memory(grid[0][0], explained)
     draw_steps(grid[0][1], explained)
     draw_timeline(grid[1][0], explained)
-    draw_all(grid[1][1], answer)
+    draw_all(grid[1][1], explained.answer)
     figure.suptitle(
         f"{subject(explained.question)}\n{title(explained.winner.setup)}", fontsize=11, parse_math=False
     )

@@ -14,7 +14,7 @@ from imece.listing import many
 from imece.observe.units import si
 from imece.plan.answer.call import Next
 from imece.plan.answer.explain import Other, parts
-from imece.plan.answer.search import Candidate, hours_for
+from imece.plan.answer.search import Answer, Candidate, hours_for
 from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
@@ -31,16 +31,22 @@ _BLOCKS = ("█", "░")  # used, and free
 
 @dataclass(frozen=True)
 class Explained:
-    """The winner with its explanations."""
+    """An answer, and what is said of its winner."""
 
-    question: Question
-    winner: Candidate
+    answer: Answer
     others: Sequence[Other]
     gains: Sequence[str]
     tokens: float  # in the training, for its time and price
-    considered: int
     next: Next
     notes: Sequence[str] = ()
+
+    @property
+    def question(self) -> Question:
+        return self.answer.question
+
+    @property
+    def winner(self) -> Candidate:
+        return self.answer.best
 
 
 def subject(question: Question) -> str:
@@ -234,8 +240,8 @@ def as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
     return found
 
 
-def explained_json(explained: Explained, ranked: Sequence[Candidate]) -> dict[str, Any]:
-    """The whole answer for a program."""
+def explained_json(explained: Explained, most: int) -> dict[str, Any]:
+    """The whole answer for a program, with so many plans of the ranking."""
     question, cluster = explained.question, explained.question.cluster
     hours = hours_for(explained.tokens, explained.winner)
     price = cluster.gpu.price_per_hour
@@ -254,8 +260,8 @@ def explained_json(explained: Explained, ranked: Sequence[Candidate]) -> dict[st
         "to_gain": list(explained.gains),
         "next": _next_json(explained.next, question),
         "notes": list(explained.notes),
-        "considered": explained.considered,
-        "ranking": [as_json(each, question) for each in ranked],
+        "considered": explained.answer.considered,
+        "ranking": [as_json(each, question) for each in explained.answer.ranked[:most]],
     }
 
 
