@@ -27,8 +27,8 @@ from imece.models.transformer import Transformer
 from imece.plan.answer.search import judge
 from imece.plan.answer.text import _amount, _round
 from imece.plan.check import PLAN_FILE
-from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.models.by_name import find_model
+from imece.plan.presets import find_cluster, find_gpu
 from imece.plan.setup import Parallel, Recipe, Setup
 from tests.cli.refused import refused
 from tests.data_parallel.sharding.test_offload import late

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from imece.plan.answer.space import Question
-from imece.plan.hardware import find_cluster
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster
 
 LLAMA_8B = Model("llama-8b", 32, 4096, 32, 8, 128, 14336, True, 128256, tied_head=False)
 LLAMA_70B = Model("llama-70b", 80, 8192, 64, 8, 128, 28672, True, 128256, tied_head=False)

@@ -16,9 +16,9 @@ from imece.models.transformer import Transformer
 from imece.plan.answer.call import Next, next_of
 from imece.plan.answer.search import search, settled
 from imece.plan.answer.space import Question
-from imece.plan.hardware import find_cluster
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model, from_shape
+from imece.plan.presets import find_cluster
 from imece.plan.setup import FP32
 from tests.plan.asked import LLAMA_8B, ask
 from tests.ranks import run_ranks

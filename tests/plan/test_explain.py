@@ -12,9 +12,9 @@ from imece.plan.answer.search import Answer, judge, search, settled, weigh
 from imece.plan.answer.shortfall import least, state_arithmetic, ways
 from imece.plan.answer.space import Question, setups
 from imece.plan.answer.words import NAMES, compared, gb, meanings, seconds, share, strategy_name, title
-from imece.plan.hardware import find_cluster, gpu_names
 from imece.plan.memory.memory import memory
 from imece.plan.models.by_name import find_model
+from imece.plan.presets import find_cluster, gpu_names
 from imece.plan.setup import Adapters, Optimizer, Parallel, Recipe, Setup
 from tests.plan.asked import LLAMA_70B, ask
 

@@ -19,9 +19,9 @@ from imece.plan.answer.explain import _fp8
 from imece.plan.answer.search import search, settled
 from imece.plan.answer.shortfall import ways
 from imece.plan.answer.space import Question, why_no_fp8
-from imece.plan.hardware import find_cluster, find_gpu, gpu_names, gpus_with_fp8
 from imece.plan.memory.memory import memory
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster, find_gpu, gpu_names, gpus_with_fp8
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.communication import along, collective_s
 from imece.plan.speed.compute import flops_a_token, layer_time, product_s

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imece.errors import UserError
-from imece.plan.hardware import find_cluster, find_gpu, find_network, gpu_names, gpus_of_a_host, parse_gpus
+from imece.plan.presets import find_cluster, find_gpu, find_network, gpu_names, gpus_of_a_host, parse_gpus
 
 
 @pytest.mark.parametrize("name", gpu_names())

@@ -13,10 +13,11 @@ import torch
 
 from imece.bench import here
 from imece.errors import UserError
-from imece.plan.hardware import Cluster, find_cluster
+from imece.plan.hardware import Cluster
 from imece.plan.here import cluster_of, keep, kept_cluster, measured_on, profile_file, shared_out, to_toml
 from imece.plan.models.by_name import MODELS
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.communication import along, collective_s
 from imece.plan.speed.compute import layer_time, product_s, stream_s

@@ -21,7 +21,6 @@ from imece.data_parallel.strategy import STRATEGIES
 from imece.footprint import Sizes, footprint
 from imece.layout import Item, build
 from imece.plan.answer.search import framework_on
-from imece.plan.hardware import find_cluster, find_gpu
 from imece.plan.memory import frameworks
 from imece.plan.memory.activations import whole_layer, working_bytes
 from imece.plan.memory.frameworks import (
@@ -38,6 +37,7 @@ from imece.plan.memory.memory import Memory, memory, more_with_torchs_loss
 from imece.plan.models.by_name import find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster, find_gpu
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.compute import head_time
 from imece.plan.speed.manner import IMECE as IMECE_MANNER

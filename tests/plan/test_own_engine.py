@@ -24,13 +24,13 @@ from imece.models.transformer import Transformer
 from imece.plan.accuracy.memory import own_engine
 from imece.plan.accuracy.statistics import summary
 from imece.plan.answer.search import framework_on, with_usual_buckets
-from imece.plan.hardware import find_cluster
 from imece.plan.memory.frameworks import IMECE_CPU
 from imece.plan.memory.held import stage_layers
 from imece.plan.memory.memory import counted_bytes, memory
 from imece.plan.models.by_name import find_model
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import from_shape
+from imece.plan.presets import find_cluster
 from imece.plan.setup import Optimizer, Parallel, Precision, Recipe, Setup, Strategy
 from imece.train.config import OptimizerSection
 from imece.train.model.optimizer import make_optimizers

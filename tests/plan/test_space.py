@@ -9,8 +9,8 @@ import pytest
 
 from imece.errors import UserError
 from imece.plan.answer.space import Question, arrangements, check, recipes, setups
-from imece.plan.hardware import find_cluster
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster
 
 ALONE = {"tensor": 1, "pipeline": 1, "context": 1}  # each GPU has sequences of its own
 SMALL = Model("small", 12, 768, 12, 4, 64, 2048, True, 32000)

@@ -10,8 +10,8 @@ import pytest
 from imece.plan.accuracy import nanotron
 from imece.plan.accuracy.stalls import Stalls, stalls
 from imece.plan.accuracy.steps import Case, row, ultrascale
-from imece.plan.hardware import find_cluster
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster
 from imece.plan.setup import Parallel, Recipe, Setup
 from imece.plan.speed.manner import NANOTRON
 from imece.plan.speed.step_time import step_time

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imece.plan.hardware import Cluster, find_cluster, find_gpu
+from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE as KEPT
 from imece.plan.memory.held import held
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster, find_gpu
 from imece.plan.setup import (
     FP32,
     Attention,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from imece.plan.check import PLAN_FILE
-from imece.plan.hardware import find_cluster
+from imece.plan.presets import find_cluster
 from imece.train import choosing, prediction
 from imece.train.batch import plan_batch
 from imece.train.choosing import choose, chosen_before

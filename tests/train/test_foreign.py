@@ -17,7 +17,7 @@ from imece.cli.main import main
 from imece.errors import UserError
 from imece.models.cross_entropy import cross_entropy
 from imece.models.foreign import ForeignConfig
-from imece.plan.hardware import find_cluster
+from imece.plan.presets import find_cluster
 from imece.train.batch import plan_batch
 from imece.train.config import LoraSection, OptimizerSection, TrainConfig
 from imece.train.model.precision import Precision

@@ -16,9 +16,9 @@ from imece.models.transformer import LARGE_TABLE, Block, Transformer
 from imece.observe.units import gigabytes
 from imece.plan import here
 from imece.plan.check import read_plan, rows
-from imece.plan.hardware import find_cluster
 from imece.plan.here import cluster_of, keep, to_toml
 from imece.plan.models.model import from_shape
+from imece.plan.presets import find_cluster
 from imece.train import prediction
 from imece.train.batch import BatchPlan, plan_batch
 from imece.train.choosing import chosen_before

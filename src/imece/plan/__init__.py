@@ -1,7 +1,7 @@
 """What fits, how fast, and why, before anything is rented: arithmetic on shapes, no torch and no ranks.
 
 setup      what is asked about: a model, how ranks are arranged, how a step goes
-hardware   what it runs on: presets.toml, a file of one's own, or this machine as measured (here)
+hardware   what it runs on: of presets.toml or one's own file (presets), or this machine as measured (here)
 models     the model's widths, by name or from code
 memory     bytes of a rank
 speed      time of a step

@@ -17,8 +17,9 @@ from typing import Any
 from imece.errors import UserError
 from imece.listing import many
 from imece.models.presets import preset
-from imece.plan.hardware import Cluster, Gpu, Link, find_cluster, find_gpu
+from imece.plan.hardware import Cluster, Gpu, Link
 from imece.plan.models.model import from_shape
+from imece.plan.presets import find_cluster, find_gpu
 from imece.plan.setup import Parallel, Precision, Recipe, Setup
 from imece.plan.speed.compute import flash_part, product_s, stream_s
 from imece.plan.speed.manner import IMECE

@@ -25,12 +25,13 @@ from imece.plan.answer.explain import parts
 from imece.plan.answer.search import Candidate, framework_on, judge, with_usual_buckets
 from imece.plan.answer.words import title
 from imece.plan.check import PLAN_FILE, VERSION
-from imece.plan.hardware import Cluster, find_cluster
+from imece.plan.hardware import Cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import held
 from imece.plan.memory.memory import counted_bytes, scale_bytes
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model, from_shape
+from imece.plan.presets import find_cluster
 from imece.plan.setup import Adapters, Parallel, Recipe, Setup, Strategy
 from imece.plan.setup import Precision as Bytes
 from imece.system.control_groups import allowed_bytes

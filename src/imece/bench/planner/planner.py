@@ -25,9 +25,9 @@ from imece.plan.accuracy import steps as accuracy_time
 from imece.plan.accuracy.published import read_own
 from imece.plan.accuracy.stalls import stalls
 from imece.plan.accuracy.statistics import Row, Summary
-from imece.plan.hardware import find_cluster
 from imece.plan.memory.memory import memory
 from imece.plan.models.by_name import find_model
+from imece.plan.presets import find_cluster
 from imece.plan.setup import Parallel, Recipe, Setup, Strategy
 from imece.plan.speed.step_time import step_time
 

@@ -30,17 +30,10 @@ from imece.plan.answer.text import (
     wrapped,
 )
 from imece.plan.check import check_json, check_lines, read_plan
-from imece.plan.hardware import (
-    Cluster,
-    Gpu,
-    describes_gpu,
-    find_cluster,
-    gpu_names,
-    gpus_of_a_host,
-    parse_gpus,
-)
+from imece.plan.hardware import Cluster, Gpu
 from imece.plan.here import kept_cluster
 from imece.plan.models.by_name import find_model
+from imece.plan.presets import describes_gpu, find_cluster, gpu_names, gpus_of_a_host, parse_gpus
 from imece.plan.setup import Precision
 
 PROG = "imece plan"

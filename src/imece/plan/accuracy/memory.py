@@ -18,12 +18,13 @@ from imece.plan.accuracy.steps import (
     torchtitan_float8,
     ultrascale_setup,
 )
-from imece.plan.hardware import GIB, Gpu, find_gpu
+from imece.plan.hardware import GIB, Gpu
 from imece.plan.memory.activations import kept_layer, layers_in_flight
 from imece.plan.memory.frameworks import IMECE_CPU, LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
 from imece.plan.memory.held import held
 from imece.plan.memory.memory import memory
 from imece.plan.models.model import Model
+from imece.plan.presets import find_gpu
 from imece.plan.setup import Parallel, Precision, Recipe, Recomputation, Setup, Strategy
 
 _OTHERS = ("frozen", "distill", "offloading", "deepseek")

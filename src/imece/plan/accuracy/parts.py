@@ -8,8 +8,9 @@ from typing import cast
 
 from imece.plan.accuracy.published import read
 from imece.plan.accuracy.statistics import Row
-from imece.plan.hardware import Cluster, find_cluster, find_gpu, find_network
+from imece.plan.hardware import Cluster
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster, find_gpu, find_network
 from imece.plan.setup import Parallel, Recipe, Recomputation, Setup
 from imece.plan.speed.communication import Op, along, collective_s, sent_bytes
 from imece.plan.speed.compute import layer_time

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from imece.plan.accuracy import nanotron
 from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
-from imece.plan.hardware import Cluster, Gpu, find_cluster, find_gpu
+from imece.plan.hardware import Cluster, Gpu
 from imece.plan.models.model import Model
+from imece.plan.presets import find_cluster, find_gpu
 from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.compute import flops_a_token
 from imece.plan.speed.manner import (

@@ -11,10 +11,11 @@ from imece.plan.answer.explain import eight_bit
 from imece.plan.answer.search import Answer, Candidate, search, settled
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import device, gb, title
-from imece.plan.hardware import Cluster, gpus_of_a_host
+from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE
 from imece.plan.memory.held import held
 from imece.plan.memory.memory import FOUR_BIT
+from imece.plan.presets import gpus_of_a_host
 from imece.plan.setup import Parallel, Recipe, Setup
 
 _MOST_GPUS = 32_768

@@ -13,8 +13,9 @@ from imece.footprint import DIVIDED, Offload
 from imece.listing import many
 from imece.observe.units import multiples_near
 from imece.plan.answer.words import device
-from imece.plan.hardware import Cluster, gpus_with_fp8
+from imece.plan.hardware import Cluster
 from imece.plan.models.model import Model
+from imece.plan.presets import gpus_with_fp8
 from imece.plan.setup import (
     Adapters,
     Attention,
