@@ -9,7 +9,6 @@ It does one of two tasks:
 from __future__ import annotations
 
 import json
-import os
 import sys
 import sysconfig
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import imece
 from imece.bench.reference_model import Shape, new_decoder, optimizer_of
@@ -26,6 +25,7 @@ from imece.bench.rounds import ratio
 from imece.collectives import ops
 from imece.data.batches import rows
 from imece.membership.recovery import Recovered
+from imece.writing import write_whole
 
 SHAPE = Shape(vocabulary=256, width=192, layers=4, heads=3, length=64)
 """1.8M parameters over bytes."""
@@ -151,20 +151,16 @@ def _measure_cost(task: Task, mesh: imece.Mesh) -> None:
 
 
 def _write(path: Path, content: dict[str, object]) -> None:
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_text(json.dumps(content))
-    new.replace(path)
+    write_whole(path, json.dumps(content).encode())
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write the file whole or not at all, because this rank may be killed at any moment. Tied weights are
-    written once."""
+    """Whole or not at all, as all its files: this rank may be killed at any moment. Tied weights are written
+    once."""
     held: dict[int, str] = {}
     for name, value in tensors.items():
         held.setdefault(value.data_ptr(), name)
-    new = path.with_suffix(f".{os.getpid()}")
-    save_file({name: tensors[name].contiguous() for name in held.values()}, new)
-    new.replace(path)
+    write_whole(path, save({name: tensors[name].contiguous() for name in held.values()}))
 
 
 def main() -> None:

@@ -44,7 +44,9 @@ class Rank:
 
     def run(self, collective: str) -> dict[str, Any]:
         """Run one of COLLECTIVES; returns whether the result is right."""
-        return {"right": self._cases()[collective]()}
+        output, call, expected = self._cases()[collective]
+        call()
+        return {"right": torch.equal(output, expected)}
 
     def links(self, ranks: int) -> dict[str, Any]:
         """Latency and bandwidth between the first `ranks` of the default group, also as a line. The other
@@ -56,15 +58,27 @@ class Rank:
         assert found.inside is not None
         return {"line": table_line(found), **asdict(found.inside)}
 
-    def _cases(self) -> dict[str, Callable[[], bool]]:
+    def _cases(self) -> dict[str, tuple[torch.Tensor, Callable[[], object], torch.Tensor]]:
+        """Collective -> (its output, its call, what is then expected in the output)."""
+        rank, size, whole = self._rank, self._size, _NUMEL * self._size
+        mine, part, every = self._values(rank), torch.empty(_NUMEL), torch.empty(whole)
+        total, own = self._sum(), slice(rank * _NUMEL, (rank + 1) * _NUMEL)
+        left, right = (rank - 1) % size, (rank + 1) % size
         return {
-            "broadcast": self._broadcast,
-            "reduce": self._reduce,
-            "all_reduce": self._all_reduce,
-            "reduce_scatter": self._reduce_scatter,
-            "all_gather": self._all_gather,
-            "send/recv": self._send_and_receive,
-        }
+            "broadcast": (mine, lambda: ops.broadcast(mine, size - 1), self._values(size - 1)),
+            "reduce": (mine, lambda: ops.reduce(mine, 0), self._values(rank) if rank else total),
+            "all_reduce": (mine, lambda: ops.all_reduce(mine), total),
+            "reduce_scatter": (
+                part, lambda: ops.reduce_scatter(part, self._values(rank, whole)), self._sum(whole)[own]
+            ),
+            "all_gather": (
+                every, lambda: ops.all_gather(every, mine),
+                torch.cat([self._values(each) for each in range(size)]),
+            ),
+            "send/recv": (  # round the ring, all ranks at the same time
+                part, lambda: ops.exchange([ops.Send(mine, right), ops.Recv(part, left)]), self._values(left)
+            ),
+        }  # fmt: skip
 
     def _values(self, rank: int, numel: int = _NUMEL) -> torch.Tensor:
         """The values of `rank`: small whole numbers, so that every sum is exact."""
@@ -72,39 +86,6 @@ class Rank:
 
     def _sum(self, numel: int = _NUMEL) -> torch.Tensor:
         return torch.stack([self._values(rank, numel) for rank in range(self._size)]).sum(0)
-
-    def _broadcast(self) -> bool:
-        tensor = self._values(self._rank)
-        ops.broadcast(tensor, self._size - 1)
-        return torch.equal(tensor, self._values(self._size - 1))
-
-    def _reduce(self) -> bool:
-        tensor = self._values(self._rank)
-        ops.reduce(tensor, 0)
-        return torch.equal(tensor, self._sum() if self._rank == 0 else self._values(self._rank))
-
-    def _all_reduce(self) -> bool:
-        tensor = self._values(self._rank)
-        ops.all_reduce(tensor)
-        return torch.equal(tensor, self._sum())
-
-    def _reduce_scatter(self) -> bool:
-        whole = _NUMEL * self._size
-        output = torch.empty(_NUMEL)
-        ops.reduce_scatter(output, self._values(self._rank, whole))
-        return torch.equal(output, self._sum(whole)[self._rank * _NUMEL : (self._rank + 1) * _NUMEL])
-
-    def _all_gather(self) -> bool:
-        output = torch.empty(_NUMEL * self._size)
-        ops.all_gather(output, self._values(self._rank))
-        return torch.equal(output, torch.cat([self._values(rank) for rank in range(self._size)]))
-
-    def _send_and_receive(self) -> bool:
-        """Send round the ring, all ranks at the same time."""
-        left, right = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        received = torch.empty(_NUMEL)
-        ops.exchange([ops.Send(self._values(self._rank), right), ops.Recv(received, left)])
-        return torch.equal(received, self._values(left))
 
 
 if __name__ == "__main__":  # started by a crew
