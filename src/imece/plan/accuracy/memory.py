@@ -13,9 +13,11 @@ from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
 from imece.plan.accuracy.steps import (
     Case,
+    gpt,
     llm_foundry,
     torchtitan,
     torchtitan_float8,
+    ultrascale_name,
     ultrascale_setup,
 )
 from imece.plan.hardware import GIB, Gpu
@@ -86,15 +88,10 @@ _WAYS: dict[str, tuple[bool, Recomputation]] = {  # (sequence parallelism, recom
 
 
 def _of_paper(r: Mapping[str, str]) -> Setup:
-    width, heads, pipeline = int(r["width"]), int(r["heads"]), int(r["pp"])
-    model = Model(
-        r["model"], int(r["layers"]), width, heads, heads, width // heads, 4 * width, gated=False,
-        vocab_size=51200, learned_positions=2048, norm="layer",
-    )  # fmt: skip
+    pipeline = int(r["pp"])
     parallel = Parallel(tensor=int(r["tp"]), pipeline=pipeline, interleave=int(r["chunks"]))
-    return Setup(
-        model, parallel, Recipe(2048, int(r["micro_batch"]), 8 * pipeline, attention="plain", dropout=True)
-    )
+    recipe = Recipe(2048, int(r["micro_batch"]), 8 * pipeline, attention="plain", dropout=True)
+    return Setup(gpt(r, 51200, 2048, biases=False), parallel, recipe)
 
 
 def _activations(setup: Setup, sequence: bool, recompute: Recomputation) -> float:
@@ -112,8 +109,8 @@ def ultrascale_memory(own: Table | None = None) -> list[Row]:
         if r["status"] == "ok":
             found = memory(ultrascale_setup(r), 0, NANOTRON).total / GIB
             cell = f"{r['model']}, {r['nodes']} hosts"
-            name = f"{r['model']} dp{r['dp']} tp{r['tp']} pp{r['pp']} mb{r['micro_batch']} zero{r['zero']}"
-            rows.append(Row(name, float(r["memory_gb"]), found, cell=cell, held_out=r["model"] != "1B"))
+            measured, held_out = float(r["memory_gb"]), r["model"] != "1B"
+            rows.append(Row(ultrascale_name(r), measured, found, cell=cell, held_out=held_out))
     return rows
 
 
@@ -251,11 +248,7 @@ def own_engine(own: Table | None = None) -> list[Row]:
     """MB that a rank of imece holds, without activations. Nothing is fitted."""
     rows = []
     for r in (own or read("own_engine")).rows:
-        width, heads, ranks = int(r["width"]), int(r["heads"]), int(r["ranks"])
-        model = Model(
-            "GPT", int(r["layers"]), width, heads, heads, width // heads, 4 * width, gated=False,
-            vocab_size=int(r["vocab"]), learned_positions=int(r["length"]), biases=True, norm="layer",
-        )  # fmt: skip
+        model, ranks = gpt(r, r["vocab"], r["length"]), int(r["ranks"])
         name, _, gathers = r["strategy"].partition("-")
         shard = ranks if DIVIDED[name].optimizer else 1
         precision = Precision() if r["bf16"] == "1" else IMECE_CPU.precision

@@ -66,9 +66,8 @@ def ultrascale(own: Table | None = None) -> Iterator[Case]:
             continue
         setup = ultrascale_setup(r)
         ranks = setup.parallel.ranks
-        name = f"{r['model']} dp{r['dp']} tp{r['tp']} pp{r['pp']} mb{r['micro_batch']} zero{r['zero']}"
         yield Case(
-            name,
+            ultrascale_name(r),
             setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * ranks),
             (setup,),
             find_cluster("H100", 8, int(r["nodes"]), "efa"),
@@ -77,6 +76,11 @@ def ultrascale(own: Table | None = None) -> Iterator[Case]:
             held_out=r["model"] != "1B",
             sequences=int(r["global_batch"]),
         )
+
+
+def ultrascale_name(r: Mapping[str, str]) -> str:
+    """One row of ultrascale in words."""
+    return f"{r['model']} dp{r['dp']} tp{r['tp']} pp{r['pp']} mb{r['micro_batch']} zero{r['zero']}"
 
 
 def ultrascale_setup(r: Mapping[str, str]) -> Setup:
@@ -96,12 +100,7 @@ def ultrascale_setup(r: Mapping[str, str]) -> Setup:
 def llm_foundry(own: Table | None = None) -> Iterator[Case]:
     """Fitted on runs of one host; runs on several hosts are held out."""
     for r in (own or read("llm_foundry")).rows:
-        width, heads, layers = int(r["width"]), int(r["heads"]), int(r["layers"])
-        model = Model(
-            f"MPT-{r['model']}-{r['seq']}", layers, width, heads, heads, width // heads, 4 * width,
-            gated=False, vocab_size=50368, learned_positions=int(r["seq"]), norm="layer",
-        )  # fmt: skip
-        gpus = int(r["gpus"])
+        model, gpus = gpt(r, 50368, r["seq"], biases=False), int(r["gpus"])
         wide = r["mode"] == "amp_bf16"
         precision = Precision() if wide else Precision(masters=0, moments=2)
         recipe = Recipe(
@@ -181,7 +180,7 @@ _AT_500_W = (500 / 700) ** (1 / 3)  # clocks scale with the cube root of power
 def vtrain(own: Table | None = None) -> Iterator[Case]:
     """Fitted on models of width 1024; those of width 2048 are held out."""
     for r in (own or read("vtrain")).rows:
-        model, shape = _gpt(r, 51200), f"{r['layers']} x {r['width']}"
+        model, shape = gpt(r, 51200, r["seq"]), f"{r['layers']} x {r['width']}"
         data = int(r["dp"])
         micro = int(r["micro_batch"])
         recipe = Recipe(
@@ -205,18 +204,19 @@ def vtrain(own: Table | None = None) -> Iterator[Case]:
         )
 
 
-def _gpt(r: Mapping[str, str], vocab: int) -> Model:
+def gpt(r: Mapping[str, str], vocab: str | int, seq: str | int, *, biases: bool = True) -> Model:
+    """A model like GPT-2, of the layers, width and heads of a row."""
     width, heads = int(r["width"]), int(r["heads"])
     return Model(
         f"GPT {r['layers']} x {width}", int(r["layers"]), width, heads, heads, width // heads, 4 * width,
-        gated=False, vocab_size=vocab, learned_positions=int(r["seq"]), biases=True, norm="layer",
+        gated=False, vocab_size=int(vocab), learned_positions=int(seq), biases=biases, norm="layer",
     )  # fmt: skip
 
 
 def sc21(own: Table | None = None) -> Iterator[Case]:
     """The table lacks micro-batch and chunks: its authors took the fastest, and so does this."""
     for r in (own or read("sc21")).rows:
-        model = _gpt(r, int(r["vocab"]))
+        model = gpt(r, r["vocab"], r["seq"])
         data, pipeline = int(r["dp"]), int(r["pp"])
         share = int(r["global_batch"]) // data
         setups = []
@@ -256,7 +256,7 @@ def korthikanti(own: Table | None = None) -> Iterator[Case]:
         yield Case(
             f"{r['model']} {r['mode']}",
             float(r["step_s"]),
-            (Setup(_gpt(r, int(r["vocab"])), parallel, recipe),),
+            (Setup(gpt(r, r["vocab"], r["seq"]), parallel, recipe),),
             find_cluster("A100-80", 8, int(r["gpus"]) // 8 or 1, "infiniband-hdr"),
             MEGATRON,
             cell=r["model"],
