@@ -68,9 +68,9 @@ def test_what_was_not_measured_is_said_so() -> None:
 
 
 def test_a_way_that_trains_something_else_is_noticed() -> None:
-    assert results(1.0).odd_ones == []
-    assert results(1.0, loss=7.2).odd_ones == [OURS]
-    assert results(1.0, loss=float("nan")).odd_ones == [OURS]
+    assert results(1.0).wrong == []
+    assert results(1.0, loss=7.2).wrong == [OURS]
+    assert results(1.0, loss=float("nan")).wrong == [OURS]
 
 
 def profiled(*named: tuple[str, float, float]) -> list[Any]:

@@ -65,9 +65,9 @@ def test_targets_are_judged_by_what_was_measured() -> None:
 def test_a_way_that_trains_another_model_is_told() -> None:
     alone = {ALONE: 9.0, WAITING: 8.0}
     results = Results(Plan(ways=WAYS), losses=alone | {OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
-    assert results.odd_ones == [GLOO, VIEW]
+    assert results.wrong == [GLOO, VIEW]
     del results.losses[GLOO], results.losses[VIEW]
-    assert results.odd_ones == []
+    assert results.wrong == []
 
 
 def test_one_process_has_a_thread_for_each_rank_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

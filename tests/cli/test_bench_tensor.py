@@ -15,7 +15,7 @@ def test_all_ways_train_the_same_and_divided_logits_take_less() -> None:
     said: list[str] = []
     results = tensor.run(tensor.Plan(2, (256,), (16384,), rounds=1, steps=1), said.append)
     found = {row.way: row for row in results.rows}
-    assert list(found) == list(WAYS) and not results.odd_ones
+    assert list(found) == list(WAYS) and not results.wrong
     assert all(row.step_s > 0 for row in results.rows)
     logits = 256 * 16384 * 4  # bytes
     whole, divided = (found[way].memory_bytes for way in ("imece, whole logits", "imece"))
@@ -38,8 +38,8 @@ def test_memory_is_what_is_there_at_once() -> None:
 
 def test_a_loss_that_is_not_that_of_one_rank_is_told() -> None:
     rows = [tensor.Row(way, 512, 128, [1.0], loss, 1) for way, loss in (("one rank", 6.0), ("torch", 6.1))]
-    assert tensor.Results(tensor.Plan(), rows).odd_ones == ["torch: a loss of 6.1, and 6 on one rank"]
+    assert tensor.Results(tensor.Plan(), rows).wrong == ["torch: a loss of 6.1, and 6 on one rank"]
     rows[1] = tensor.Row("torch", 512, 128, [1.0], float("nan"), 1)
-    assert tensor.Results(tensor.Plan(), rows).odd_ones
+    assert tensor.Results(tensor.Plan(), rows).wrong
     rows[1] = tensor.Row("torch", 512, 128, [1.0], 6.0001, 1)
-    assert not tensor.Results(tensor.Plan(), rows).odd_ones
+    assert not tensor.Results(tensor.Plan(), rows).wrong

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from imece.bench import report
 from imece.bench.crew import Crew
 from imece.bench.options import Options, check_ranks, counts, names
 from imece.bench.reference_model import MODELS
@@ -85,20 +86,16 @@ class Row:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """All rows, in the order of measurement."""
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def far(self) -> list[Row]:
+    def wrong(self) -> list[Row]:
         """Rows whose counted bytes are not close to the prediction."""
         return [row for row in self.rows if row.apart > CLOSE]
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self) | {"rows": [asdict(row) | {"apart": row.apart} for row in self.rows]}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -129,7 +126,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             rows = [row for row in results.rows if (row.model, row.ranks) == (model, ranks)]
             for line in lines(rows) if rows else ():
                 say(line)
-    for row in results.far:
+    for row in results.wrong:
         where = f"{row.model}, {row.ranks} ranks, {row.strategy}"
         say(f"  WRONG: {where}: {row.apart:.1%} from what was predicted")
     return results

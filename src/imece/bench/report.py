@@ -1,4 +1,4 @@
-"""Writes what a benchmark found to files, and finds out beforehand whether it can."""
+"""What a benchmark found; writes it to files, and finds out beforehand whether it can."""
 
 from __future__ import annotations
 
@@ -7,13 +7,35 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from imece.errors import UserError
 from imece.writing import asked_for, write_whole
 
 PICTURES = (".png", ".svg", ".pdf")
+
+
+class Results:
+    """The base of what every benchmark finds: a dataclass with its plan, and often with rows."""
+
+    rows: Sequence[Any] = ()
+
+    @property
+    def wrong(self) -> Sequence[object]:
+        """What should not be, and makes the exit status 1."""
+        return ()
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, and of each row the properties too."""
+        fields = asdict(cast(Any, self))
+        return fields | ({"rows": [_with_properties(row) for row in self.rows]} if "rows" in fields else {})
+
+
+def _with_properties(row: Any) -> dict[str, Any]:
+    names = (name for name, each in vars(type(row)).items() if isinstance(each, property))
+    return asdict(row) | {name: getattr(row, name) for name in names}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

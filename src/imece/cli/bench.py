@@ -46,14 +46,12 @@ class Benchmark:
     """One line for the list of all benchmarks, and for the top of its own help."""
     plan: type[Options]
     """What it measures, and the files to write to."""
-    run: Callable[[Any, Callable[[str], None]], Any]
+    run: Callable[[Any, Callable[[str], None]], report.Results]
     """(plan, function that is told each line of progress) -> results."""
     judged: Callable[[Any], Sequence[Verdict]] = lambda results: ()
     """results -> a verdict for each target."""
     whose: str = ""
     """What its targets take for granted."""
-    failed: Callable[[Any], bool] = lambda results: False
-    """results -> whether one is wrong, so that the exit status is 1."""
     finish: Callable[[Any, Any], None] = lambda plan, results: None
     """(plan, results) -> None: prints and writes whatever else there is."""
     measures: bool = True
@@ -108,7 +106,7 @@ def _measure(name: str, bench: Benchmark, plan: Any) -> int:
         report.write_json(plan.json, figures | {"targets": [asdict(each) for each in verdicts]})
         print(f"figures  {plan.json}")
     bench.finish(plan, results)
-    return 1 if bench.failed(results) else 0
+    return 1 if results.wrong else 0
 
 
 def _say(line: str) -> None:
@@ -139,7 +137,6 @@ BENCHMARKS = {
         collectives.run,
         collectives.judged,
         _IDLE,
-        failed=lambda results: bool(results.wrong),
         finish=_finish_collectives,
     ),
     "hosts": Benchmark(
@@ -147,7 +144,6 @@ BENCHMARKS = {
         hosts.Plan,
         hosts.run,
         hosts.judged,
-        failed=lambda results: not all(results.right.values()),
         measures=False,
     ),
     "step": Benchmark(
@@ -156,7 +152,6 @@ BENCHMARKS = {
         step.run,
         step_targets.judged,
         _IDLE,
-        failed=lambda results: bool(results.odd_ones),
         finish=lambda plan, results: step.write_timelines(results, plan.trace, plan.plot, _say),
     ),
     "pipeline": Benchmark(
@@ -168,13 +163,11 @@ BENCHMARKS = {
         "a step of ranks that divide matrices, beside one rank and torch's parallelize_module",
         tensor.Plan,
         tensor.run,
-        failed=lambda results: bool(results.odd_ones),
     ),
     "memory": Benchmark(
         "bytes of a rank by category in every strategy, predicted and counted; bars",
         memory.Plan,
         memory.run,
-        failed=lambda results: bool(results.far),
         finish=lambda plan, results: _write(
             "plot",
             plan.plot,
@@ -192,7 +185,6 @@ BENCHMARKS = {
         record.Plan,
         recovery.run,
         recovery_targets.judged,
-        failed=lambda results: not results.all_survived,
     ),
     "planner": Benchmark(
         "predictions of imece plan beside published measurements; nothing is run",
@@ -208,7 +200,6 @@ BENCHMARKS = {
         train.run,
         train_targets.judged,
         _IDLE,
-        failed=lambda results: bool(results.odd_ones),
     ),
     "gpu": Benchmark(
         "one GPU: imece beside the bare model, torch's DDP and fully_shard; loop, optimizer",
@@ -216,7 +207,6 @@ BENCHMARKS = {
         gpu.run,
         gpu_targets.judged,
         ", on an idle GPU",
-        failed=lambda results: bool(results.odd_ones),
     ),
 }
 _PARAMETERS = Benchmark(  # `bench step --parameters`

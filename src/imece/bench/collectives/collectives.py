@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from imece.bench import report
 from imece.bench.collectives.contenders import LIBRARIES, OPS, deepspeed_is_locked, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES
 from imece.bench.crew import Crew, CrewError, slowest
@@ -130,7 +131,7 @@ class Result:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """All figures, in the order of measurement."""
 
     plan: Plan
@@ -142,7 +143,6 @@ class Results:
         return [each for each in self.results if not each.right]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
         return {"plan": asdict(self.plan), "results": [each.as_json() for each in self.results]}
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from imece.bench import report
 from imece.bench.gpu.loop import loops_own
 from imece.bench.gpu.ways import COMPILED, OPTIMIZERS, OURS, STRATEGIES, WAYS, Rank, Timed
 from imece.bench.options import Options, names
@@ -60,7 +61,7 @@ class Plan(Options):
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """The figures of one rank on one device."""
 
     plan: Plan
@@ -104,13 +105,9 @@ class Results:
         return max((each.syncs for each in timed if each.syncs is not None), default=None)
 
     @property
-    def odd_ones(self) -> list[str]:
+    def wrong(self) -> list[str]:
         """The ways that did not train the same model as most."""
         return odd_losses({way: timed[-1].loss for way, timed in self.ways.items()}, 1e-2)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self)
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -125,7 +122,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         say(line)
     if trace:
         say(f"trace    {trace} (open it at ui.perfetto.dev)")
-    for way in results.odd_ones:
+    for way in results.wrong:
         say(f"  WRONG: {way} did not train the same model as the others")
     return results
 

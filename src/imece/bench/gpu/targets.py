@@ -9,7 +9,6 @@ from imece.bench.targets import Verdict, at_least, at_most
 
 
 def judged(results: Results) -> list[Verdict]:
-    """The targets."""
     rate = results.rate(COMPILED) if COMPILED in results.ways else None
     return [
         _time(results, OURS, BARE, 1.01),

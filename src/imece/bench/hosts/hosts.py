@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from imece.bench import report
 from imece.bench.crew import Crew, slowest
 from imece.bench.hosts import step as hosts_step
 from imece.bench.hosts import tcp
@@ -67,7 +68,7 @@ class Plan(Options):
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """Seconds in each round, on the slowest rank."""
 
     plan: Plan
@@ -85,12 +86,16 @@ class Results:
     taken: Taken = field(default_factory=Taken)
     """Processor time that others took in the rounds of all_reduce."""
 
+    @property
+    def wrong(self) -> list[str]:
+        """The ways with a wrong result."""
+        return [way for way, right in self.right.items() if not right]
+
     def model_s(self, parts: int) -> float:
         """The model of a pipelined ring over K = 3 ranks in S parts: (K-2+S) * M/(S*B)."""
         return (3 - 2 + parts) / parts * statistics.median(self.link_s)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
         return asdict(self) | {
             "broadcast_model_s": {parts: self.model_s(parts) for parts in self.broadcast_s}
         }

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from imece.bench import report
 from imece.bench.crew import Crew
 from imece.bench.options import Options, counts, names
 from imece.bench.pipeline.rank import BLOCKS, EMULATED, SHAPE, WAIT_S
@@ -78,20 +79,14 @@ class Row:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """Results for all pipelines."""
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        rows = [asdict(row) | {"bubble": row.bubble, "ideal": row.ideal} for row in self.rows]
-        return asdict(self) | {"rows": rows}
-
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
-    """Measure and print."""
     results = Results(plan)
     for ranks in plan.stages:
         emulated = plan.wait or ranks > usable_cores()

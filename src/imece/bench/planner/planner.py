@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from imece.bench import report
 from imece.bench.options import Options, names
 from imece.bench.targets import Verdict, at_least, at_most
 from imece.errors import UserError
@@ -88,7 +89,7 @@ class Table:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """All tables, in order."""
 
     plan: Plan
@@ -97,7 +98,6 @@ class Results:
     candidates_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
         return {
             "plan": asdict(self.plan),
             "candidates_s": self.candidates_s,
@@ -194,7 +194,6 @@ def fits_text(fits: accuracy_memory.Fits) -> str:
 
 
 def judged(results: Results) -> list[Verdict]:
-    """The targets."""
     tables = {table.name: table for table in results.tables}
     shown = []
     for text, name, figure, bound in _ERRORS:

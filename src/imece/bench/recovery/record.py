@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from imece.bench import report
 from imece.bench.options import Options, names
 from imece.bench.recovery.rank import SEQUENCES
 from imece.bench.recovery.runs import TorchKill
@@ -101,7 +102,7 @@ class Kills:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """All figures; those that were not measured are empty."""
 
     plan: Plan
@@ -111,9 +112,11 @@ class Results:
     start: dict[str, list[float]] = field(default_factory=dict)
 
     @property
-    def all_survived(self) -> bool:
-        """Whether every kill came and was survived, and every run ended and left nothing over."""
-        return all(each.drill["passed"] and each.difference is not None for each in self.kills.values())
+    def wrong(self) -> list[str]:
+        """The strategies in which a kill did not come or was not survived, or whose run did not end or left
+        something over."""
+        found = self.kills.items()
+        return [name for name, each in found if not each.drill["passed"] or each.difference is None]
 
     @property
     def slower_start(self) -> float | None:
@@ -122,7 +125,3 @@ class Results:
             return None
         ours, others = self.start.values()
         return ratio(ours, others)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self)

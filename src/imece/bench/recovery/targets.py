@@ -17,7 +17,6 @@ COST_STRATEGIES = {"replicate": 0.01, "zero1": 0.05, "zero3": 0.05}
 
 
 def judged(results: Results) -> list[Verdict]:
-    """The targets."""
     shown = [each for found in results.kills.values() for each in _of_kills(found, results.plan.every_s)]
     for strategy, bound in COST_STRATEGIES.items():
         text = f"{strategy}: being ready adds at most {bound:.0%} to a step"

@@ -6,10 +6,11 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from imece.bench import report
 from imece.bench.crew import Crew, slowest
 from imece.bench.options import Options, names
 from imece.bench.targets import Verdict, at_most
@@ -93,15 +94,11 @@ class Row:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """All rows, in the order of measurement."""
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self) | {"rows": [asdict(row) | {"delay": row.delay} for row in self.rows]}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -123,7 +120,6 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 
 
 def judged(results: Results) -> list[Verdict]:
-    """The targets."""
     shown = []
     for row in results.rows:
         low, high = min(row.delays), max(row.delays)

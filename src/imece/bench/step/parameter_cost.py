@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from imece.bench import report
 from imece.bench.crew import Crew
 from imece.bench.rounds import Taken, alternate
 from imece.bench.step.step import MODULE, Plan
@@ -20,7 +21,7 @@ _GROWTH = 1.25  # ratio of that cost at 10,000 and at 1,000 parameters: linear, 
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """Seconds of one backward in each round: the larger of the ranks' figures."""
 
     plan: Plan
@@ -56,13 +57,11 @@ class Results:
         return self.cost_us(most, OURS) / max(1e-3, self.cost_us(fewest, OURS))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
         costs = {n: {way: self.cost_us(n, way) for way in _WAYS[1:]} for n in self.seconds}
         return asdict(self) | {"cost_us": costs}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
-    """Measure and print."""
     results = Results(plan)
     with Crew.of_ranks("parameters", MODULE, plan.ranks) as crew:
         for parameters in results.sizes:
@@ -104,7 +103,6 @@ def lines(results: Results) -> list[str]:
 
 
 def judged(results: Results) -> list[Verdict]:
-    """The targets."""
     shown = []
     for parameters in results.sizes:
         text = f"{parameters:,} parameters: at most {_COST_US:g} us of processor time each"

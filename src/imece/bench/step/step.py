@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,7 +104,7 @@ class Memory:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """Seconds of one step in each round, on the slowest rank."""
 
     plan: Plan
@@ -139,13 +139,9 @@ class Results:
         return ours / theirs
 
     @property
-    def odd_ones(self) -> list[str]:
+    def wrong(self) -> list[str]:
         """The synchronising ways that did not train the same model as most."""
         return odd_losses({way: loss for way, loss in self.losses.items() if way not in APART}, 1e-3)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self)
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -166,7 +162,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                 _trace(crew, results, way, tokens)
     for way, why in results.left_out.items():
         say(f"  {way} is left out: {why}")
-    for way in results.odd_ones:
+    for way in results.wrong:
         say(f"  WRONG: {way} did not train the same model as the others")
     for name, traces in results.traces.items():
         number, _, overlap = name.partition("-")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from imece.bench import report
 from imece.bench.crew import Crew, slowest
 from imece.bench.options import Options, counts
 from imece.bench.reference_model import REFERENCE
@@ -82,7 +83,7 @@ class Row:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """Results for all ways."""
 
     plan: Plan
@@ -91,7 +92,7 @@ class Results:
     """Processor time that others took meanwhile, for each vocabulary and number of tokens."""
 
     @property
-    def odd_ones(self) -> list[str]:
+    def wrong(self) -> list[str]:
         """Ways that did not train the same model as one rank did."""
         known = {(each.vocabulary, each.tokens): each.loss for each in self.rows if each.way == ALONE}
         return [
@@ -100,13 +101,8 @@ class Results:
             if not abs(each.loss - (expected := known[each.vocabulary, each.tokens])) <= _NEAR * expected
         ]
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self) | {"rows": [asdict(row) | {"step_s": row.step_s} for row in self.rows]}
-
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
-    """Measure and print."""
     results = Results(plan)
     with Crew.of_ranks(f"{plan.ranks} ranks", _MODULE, plan.ranks) as crew:
         for vocabulary in plan.vocabularies:
@@ -116,7 +112,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                 results.taken.append(taken)
                 for line in [*_table(plan, rows), *taken.lines]:
                     say(line)
-    for line in results.odd_ones:
+    for line in results.wrong:
         say(f"WRONG    {line}")
     return results
 

@@ -10,7 +10,6 @@ from imece.bench.train.train import Results
 
 
 def judged(results: Results) -> list[Verdict]:
-    """The targets."""
     default, save = results.plan.default, results.save
     delay = statistics.median(save.delays) if save.delays else None
     grown = None if save.grown_bytes is None else save.grown_bytes / save.written_bytes

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from imece.bench import report
 from imece.bench.crew import slowest
 from imece.bench.rounds import Taken, alternate, odd_losses, ratio
 from imece.bench.train.contenders import (
@@ -43,7 +44,7 @@ class Save:
 
 
 @dataclass
-class Results:
+class Results(report.Results):
     """Seconds of one step in each round, on the slowest rank."""
 
     plan: Plan
@@ -79,12 +80,11 @@ class Results:
         return statistics.median(shares) if shares else None
 
     @property
-    def odd_ones(self) -> list[str]:
+    def wrong(self) -> list[str]:
         """The ways that did not train the same model as most."""
         return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 5e-3)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
         return asdict(self) | {
             "config": asdict(self.plan.config),
             "default": self.plan.default,
@@ -116,7 +116,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         _measure_saves(contenders[plan.default], results)
     for line in lines(results):
         say(line)
-    for way in results.odd_ones:
+    for way in results.wrong:
         say(f"  WRONG: {way} did not train the same model as the others")
     return results
 
