@@ -24,7 +24,7 @@ def test_table_1_of_zero_is_met_in_every_printed_digit() -> None:
     cut = 0
     for r, row in zip(read("zero_states").rows, zero_states(), strict=True):
         printed, found = Decimal(r["gb"]), Decimal(str(round(row.predicted, 6)))
-        digits = Decimal(10) ** -len(r["gb"].partition(".")[2])
+        digits = Decimal(10) ** -len(str(r["gb"]).partition(".")[2])
         if found.quantize(digits, ROUND_HALF_UP) != printed:
             assert digits == 1 and found.quantize(digits, ROUND_DOWN) == printed, row
             cut += 1

@@ -118,7 +118,7 @@ def test_rows_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     columns = list(read("sc21").rows[0])
     values = read("sc21").rows[-1] | {"params_b": "mine", "step_s": "205.26"}
     own = tmp_path / "own.csv"
-    own.write_text(f"# measured by me\n{','.join(columns)}\n{','.join(values[c] for c in columns)}\n")
+    own.write_text(f"# measured by me\n{','.join(columns)}\n{','.join(str(values[c]) for c in columns)}\n")
     assert run(["planner", "--tables", "sc21", "--rows", str(own)]) == 0
     said = capsys.readouterr().out
     assert "1 rows" in said and "-50%  mineB x3072: 205.3 s" in said

@@ -76,17 +76,17 @@ def test_the_published_runs() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "gather", "slow"),
-    [("8", "55.4", True), ("8", "175", False), ("32", "13", True), ("32", "74", False), ("2", "160", True),
-     ("2", "220", False), ("8", "", True), ("1", "264", True)],
+    [(8, "55.4", True), (8, "175", False), (32, "13", True), (32, "74", False), (2, "160", True),
+     (2, "220", False), (8, "", True), (1, "264", True)],
 )  # fmt: skip
-def test_the_network_is_told_by_what_a_host_adds_to_a_gather(nodes: str, gather: str, slow: bool) -> None:
+def test_the_network_is_told_by_what_a_host_adds_to_a_gather(nodes: int, gather: str, slow: bool) -> None:
     found = nanotron.of_row({"nodes": nodes, "gather_gbps": gather, "job": ""})
     assert (found.spread_host_s > 0) == slow and found.message_s == 0
 
 
-@pytest.mark.parametrize(("job", "before"), [("14023848", True), ("14097145", False), ("", False)])
-def test_the_version_is_told_by_the_job(job: str, before: bool) -> None:
-    found = nanotron.of_row({"nodes": "8", "gather_gbps": "55", "job": job})
+@pytest.mark.parametrize(("job", "before"), [(14023848, True), (14097145, False), ("", False)])
+def test_the_version_is_told_by_the_job(job: int | str, before: bool) -> None:
+    found = nanotron.of_row({"nodes": 8, "gather_gbps": "55", "job": job})
     assert (found.message_s > 0) == before and found.name != NANOTRON.name
 
 

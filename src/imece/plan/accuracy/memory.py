@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from imece.buckets import default_cap_bytes
 from imece.footprint import DIVIDED, Sizes, footprint
@@ -51,7 +51,7 @@ def zero_states(own: Table | None = None) -> list[Row]:
     fitted."""
     rows = []
     for r in (own or read("zero_states")).rows:
-        whole, ranks = float(r["billions"]) * 1e9, int(r["ranks"])
+        whole, ranks = float(r["billions"]) * 1e9, r["ranks"]
         divides = DIVIDED[f"zero{r['stage']}"]
         found = footprint(
             Sizes(whole, whole / ranks), divides, parameter_bytes=2, reduce_bytes=2, master_bytes=4,
@@ -87,10 +87,10 @@ _WAYS: dict[str, tuple[bool, Recomputation]] = {  # (sequence parallelism, recom
 }  # fmt: skip
 
 
-def _of_paper(r: Mapping[str, str]) -> Setup:
-    pipeline = int(r["pp"])
-    parallel = Parallel(tensor=int(r["tp"]), pipeline=pipeline, interleave=int(r["chunks"]))
-    recipe = Recipe(2048, int(r["micro_batch"]), 8 * pipeline, attention="plain", dropout=True)
+def _of_paper(r: Mapping[str, Any]) -> Setup:
+    pipeline = r["pp"]
+    parallel = Parallel(tensor=r["tp"], pipeline=pipeline, interleave=r["chunks"])
+    recipe = Recipe(2048, r["micro_batch"], 8 * pipeline, attention="plain", dropout=True)
     return Setup(gpt(r, 51200, 2048, biases=False), parallel, recipe)
 
 
@@ -146,7 +146,7 @@ def ultrascale_fits(model: str | None = None, own: Table | None = None) -> Fits:
     )
 
 
-def _configuration(r: Mapping[str, str]) -> tuple[str, ...]:
+def _configuration(r: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(r[key] for key in ("model", "dp", "tp", "pp", "zero", "micro_batch", "accumulation"))
 
 
@@ -180,9 +180,7 @@ def _reserved(table: Table, cases: Iterator[Case], held_out: bool) -> list[Row]:
     found = []
     for case, r in zip(cases, table.rows, strict=True):
         predicted = memory(case.setups[0], None, TORCHTITAN).total / GIB
-        found.append(
-            Row(case.name, float(r["memory_gib"]), predicted, held_out=held_out or int(r["gpus"]) > 8)
-        )
+        found.append(Row(case.name, float(r["memory_gib"]), predicted, held_out=held_out or r["gpus"] > 8))
     return found
 
 
@@ -197,50 +195,50 @@ def megatron_ci(family: str, own: Table | None = None) -> list[Row]:
     return rows
 
 
-def _of_ci(r: Mapping[str, str]) -> Setup | None:
+def _of_ci(r: Mapping[str, Any]) -> Setup | None:
     """The setup of a row; None if the table lacks what decides it: a frozen model, distillation, fp8,
     activations in the host's memory, or DeepSeek's attention and experts."""
     if r["fp8"] or any(word in r["case"] for word in _OTHERS):
         return None
-    width, heads, tensor = int(r["width"]), int(r["heads"]), int(r["tp"] or 1)
-    layers, pipeline, context = int(r["layers"]), int(r["pp"] or 1), int(r["cp"] or 1)
-    experts, gated = int(r["experts"] or 0), r["gated"] == "True"
+    width, heads, tensor = r["width"], r["heads"], r["tp"] or 1
+    layers, pipeline, context = r["layers"], r["pp"] or 1, r["cp"] or 1
+    experts, gated = r["experts"] or 0, r["gated"] == "True"
     usual = {"bert": _BERT_VOCABULARY, "mixtral": _MIXTRAL_VOCABULARY}.get(r["family"], _DEFAULT_VOCABULARY)
-    multiple = int(r["vocab_multiple"] or 128) * tensor
+    multiple = (r["vocab_multiple"] or 128) * tensor
     model = Model(
-        r["case"], layers, width, heads, int(r["groups"] or heads), int(r["head_width"] or width // heads),
-        int(r["mlp_width"] or (8 * width // 3 if gated else 4 * width)), gated,
-        vocab_size=-(-int(r["vocab"] or usual) // multiple) * multiple,
+        r["case"], layers, width, heads, r["groups"] or heads, r["head_width"] or width // heads,
+        r["mlp_width"] or (8 * width // 3 if gated else 4 * width), gated,
+        vocab_size=-(-(r["vocab"] or usual) // multiple) * multiple,
         tied_head=r["untied"] != "True",
-        learned_positions=0 if r["positions"] == "rope" else int(r["seq"]),
+        learned_positions=0 if r["positions"] == "rope" else r["seq"],
         biases=r["no_biases"] != "True", norm="rms" if r["norm"] == "RMSNorm" else "layer",
         experts=experts, active_experts=2 if experts else 0,
     )  # fmt: skip
-    gpus = int(r["gpus"] or 8)
+    gpus = r["gpus"] or 8
     data = max(1, gpus // (tensor * pipeline * context))
-    chunks = int(r["chunks"] or 1)
+    chunks = r["chunks"] or 1
     if r["layers_a_chunk"]:
-        chunks = max(1, layers // pipeline // int(r["layers_a_chunk"]))
+        chunks = max(1, layers // pipeline // r["layers_a_chunk"])
     divided: Strategy = (
         "zero3" if r["fsdp"] else "zero1" if r["distributed_optimizer"] == "True" else "replicate"
     )
     shard = data * context if divided != "replicate" else 1
     parallel = Parallel(
         divided, data, shard, tensor, r["sequence"] == "True", context, pipeline, chunks,
-        expert=int(r["ep"] or 1),
+        expert=r["ep"] or 1,
     )  # fmt: skip
-    micro_batch = int(r["micro_batch"])
-    accumulation = max(1, int(r["global_batch"] or 32) // (micro_batch * data))
+    micro_batch = r["micro_batch"]
+    accumulation = max(1, (r["global_batch"] or 32) // (micro_batch * data))
     # The meaning of "auto" came with the container: older ones take no flash attention, to be deterministic.
     flash = r["attention"] == "flash" or r["flash"] == "True" or (not r["attention"] and _is_new(r))
     recipe = Recipe(
-        int(r["seq"]), micro_batch, accumulation, recompute="full" if r["recompute"] == "full" else "none",
+        r["seq"], micro_batch, accumulation, recompute="full" if r["recompute"] == "full" else "none",
         attention="flash" if flash else "plain", precision=MEGATRON.precision, dropout=r["dropout"] != "0.0",
     )  # fmt: skip
     return Setup(model, parallel, recipe)
 
 
-def _is_new(r: Mapping[str, str]) -> bool:
+def _is_new(r: Mapping[str, Any]) -> bool:
     return "dracooci" not in r["golden"] and r["implementation"] != "local"
 
 
@@ -248,17 +246,17 @@ def own_engine(own: Table | None = None) -> list[Row]:
     """MB that a rank of imece holds, without activations. Nothing is fitted."""
     rows = []
     for r in (own or read("own_engine")).rows:
-        model, ranks = gpt(r, r["vocab"], r["length"]), int(r["ranks"])
+        model, ranks = gpt(r, r["vocab"], r["length"]), r["ranks"]
         name, _, gathers = r["strategy"].partition("-")
         shard = ranks if DIVIDED[name].optimizer else 1
-        precision = Precision() if r["bf16"] == "1" else IMECE_CPU.precision
+        precision = Precision() if r["bf16"] == 1 else IMECE_CPU.precision
         cap_bytes = default_cap_bytes(on_cpu=True, borrows=DIVIDED[name].gradients)
         recipe = Recipe(128, precision=precision, bucket_bytes=cap_bytes)
         framework = replace(IMECE_CPU, name=r["strategy"], gathers=True) if gathers else IMECE_CPU
         parallel = Parallel(cast(Strategy, name), ranks, shard)
         predicted = memory(Setup(model, parallel, recipe), framework=framework).states
-        counted = sum(int(r[key]) for key in ("parameters", "gradients", "optimizer", "communication"))
-        kind = "bf16" if r["bf16"] == "1" else "fp32"
+        counted = sum(r[key] for key in ("parameters", "gradients", "optimizer", "communication"))
+        kind = "bf16" if r["bf16"] == 1 else "fp32"
         title = f"{model.parameters / 1e6:.1f}M x{ranks} {r['strategy']} {kind}"
         rows.append(
             Row(title, counted / 1e6, predicted / 1e6, cell=r["strategy"], held_out=True, ranks=ranks)

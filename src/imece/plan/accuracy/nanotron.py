@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from imece.plan.speed.manner import NANOTRON, Manner
 
@@ -23,19 +24,19 @@ _INSIDE = 260e9  # bytes/s of a gather inside a host
 _SLOW_HOP_S = 0.35e-3  # each host adds either 0.1 to 0.2 ms, or 0.5 ms and more
 
 
-def of_row(row: Mapping[str, str]) -> Manner:
+def of_row(row: Mapping[str, Any]) -> Manner:
     """The version of nanotron that made this row, with its costs."""
     manner = NANOTRON
     if on_slow_network(row):
         manner = replace(manner, name=f"{manner.name}, slow network", spread_host_s=_SPREAD_S)
-    if row["job"] and int(row["job"]) < _REPAIRED:
+    if row["job"] and row["job"] < _REPAIRED:
         manner = replace(manner, name=f"{manner.name}, before", message_s=_MESSAGE_S)
     return manner
 
 
-def on_slow_network(row: Mapping[str, str]) -> bool:
+def on_slow_network(row: Mapping[str, Any]) -> bool:
     """Whether each further host slowed the gather much. Rows of one host cannot tell."""
-    hops = int(row["nodes"]) - 1
+    hops: int = row["nodes"] - 1
     if not hops or not row["gather_gbps"]:
         return True
     seconds = _GATHERED / (float(row["gather_gbps"]) * 1e9)

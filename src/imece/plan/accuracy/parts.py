@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from imece.plan.accuracy.published import read
 from imece.plan.accuracy.statistics import Row
@@ -26,8 +26,8 @@ def nccl() -> list[Row]:
     rows = []
     for r in read("nccl").rows:
         gpu = {"H": "H100", "A": "A100-80", "V": "V100"}[r["hardware"][0]]
-        cluster = find_cluster(gpu, 8, int(r["nodes"]), "efa")
-        op, ranks, size = cast(Op, r["collective"]), int(r["ranks"]), int(r["bytes"])
+        cluster = find_cluster(gpu, 8, r["nodes"], "efa")
+        op, ranks, size = cast(Op, r["collective"]), r["ranks"], r["bytes"]
         measured = sent_bytes(op, size, ranks) / (float(r["busbw_gbps"]) * 1e9)
         predicted = collective_s(cluster, op, size, along(cluster, ranks, 1))
         name = f"{r['hardware']} {op} x{ranks} {size / 2**20:.0f} MiB {r['algorithm']}".strip()
@@ -45,7 +45,7 @@ def korthikanti_layer() -> list[Row]:
     rows = []
     for r in read("korthikanti_layer").rows:
         recipe = Recipe(2048, 4, recompute=cast(Recomputation, r["recompute"]), attention="plain")
-        setup = Setup(model, Parallel("replicate", tensor=8, sequence=r["sequence"] == "1"), recipe)
+        setup = Setup(model, Parallel("replicate", tensor=8, sequence=r["sequence"] == 1), recipe)
         measured = (float(r["forward_ms"]) + float(r["backward_ms"])) / 1e3
         rows.append(Row(r["experiment"], measured, stage_time(setup, cluster, MEGATRON).total, held_out=True))
     return rows
@@ -57,9 +57,9 @@ def attention() -> list[Row]:
     rows = []
     for r in read("attention").rows:
         heads, width, seq, batch, ranks = (
-            int(r[name]) for name in ("heads", "head_width", "seq", "batch", "ranks")
+            r[name] for name in ("heads", "head_width", "seq", "batch", "ranks")
         )
-        model = Model("attention", 1, heads * width, heads, int(r["kv_heads"]), width, 8, True, vocab_size=8)
+        model = Model("attention", 1, heads * width, heads, r["kv_heads"], width, 8, True, vocab_size=8)
         found = layer_time(find_gpu(r["gpu"]), model, IMECE, Recipe(seq, batch), ranks, 1, False)
         both = r["pass"] == "both"
         flops = 2.0 * batch * seq * seq * width * heads
@@ -73,14 +73,14 @@ def attention() -> list[Row]:
 def ddp_v100() -> list[Row]:
     """A step on several GPUs, computed from that measured on one: what DDP adds. Nothing is fitted on it."""
     table = read("ddp_v100").rows
-    alone = {r["model"]: float(r["step_s"]) for r in table if r["gpus"] == "1"}
+    alone = {r["model"]: float(r["step_s"]) for r in table if r["gpus"] == 1}
     rows = []
     for r in table:
-        gpus = int(r["gpus"])
+        gpus = r["gpus"]
         if gpus < 2:
             continue
         cluster = replace(find_cluster("V100", 8, -(-gpus // 8)), between=find_network("50Gb", 8))
-        size, bucket = 4.0 * int(r["parameters"]), float(r["bucket_mb"]) * 2**20
+        size, bucket = 4.0 * r["parameters"], float(r["bucket_mb"]) * 2**20
         rows.append(_scaled(f"{r['model']} x{gpus}", r, alone[r["model"]], cluster, gpus, size, bucket))
     return rows
 
@@ -88,26 +88,26 @@ def ddp_v100() -> list[Row]:
 def bert() -> list[Row]:
     """BERT-Large on 8 GPUs, computed from its step measured on one. Nothing is fitted on it."""
     table = [r | {"step_s": str(_bert_step_s(r))} for r in read("bert").rows]
-    alone = {(r["task"], r["seq"]): float(r["step_s"]) for r in table if r["gpus"] == "1"}
+    alone = {(r["task"], r["seq"]): float(r["step_s"]) for r in table if r["gpus"] == 1}
     cluster = find_cluster("A100-80", 8, 1)
     return [
         _scaled(
             f"{r['task']} seq {r['seq']} x{r['gpus']}{' again' if r['note'] else ''}", r,
-            alone[r["task"], r["seq"]], cluster, int(r["gpus"]), 2.0 * 335e6, 25 * 2**20,
-            max(1, int(r["accumulation"])),
+            alone[r["task"], r["seq"]], cluster, r["gpus"], 2.0 * 335e6, 25 * 2**20,
+            max(1, r["accumulation"]),
         )
-        for r in table if r["gpus"] != "1"
+        for r in table if r["gpus"] != 1
     ]  # fmt: skip
 
 
-def _bert_step_s(r: dict[str, str]) -> float:
-    sequences = int(r["batch"]) * max(1, int(r["accumulation"])) * int(r["gpus"])
+def _bert_step_s(r: Mapping[str, Any]) -> float:
+    sequences: int = r["batch"] * max(1, r["accumulation"]) * r["gpus"]
     return sequences / float(r["sequences_per_s"])
 
 
 def _scaled(
     name: str,
-    r: dict[str, str],
+    r: Mapping[str, Any],
     alone_s: float,
     cluster: Cluster,
     gpus: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from imece.plan.accuracy import nanotron
 from imece.plan.accuracy.published import Table, read
@@ -70,42 +71,42 @@ def ultrascale(own: Table | None = None) -> Iterator[Case]:
             ultrascale_name(r),
             setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * ranks),
             (setup,),
-            find_cluster("H100", 8, int(r["nodes"]), "efa"),
+            find_cluster("H100", 8, r["nodes"], "efa"),
             nanotron.of_row(r),
             cell=f"{r['model']}, {r['nodes']} hosts",
             held_out=r["model"] != "1B",
-            sequences=int(r["global_batch"]),
+            sequences=r["global_batch"],
         )
 
 
-def ultrascale_name(r: Mapping[str, str]) -> str:
+def ultrascale_name(r: Mapping[str, Any]) -> str:
     """One row of ultrascale in words."""
     return f"{r['model']} dp{r['dp']} tp{r['tp']} pp{r['pp']} mb{r['micro_batch']} zero{r['zero']}"
 
 
-def ultrascale_setup(r: Mapping[str, str]) -> Setup:
+def ultrascale_setup(r: Mapping[str, Any]) -> Setup:
     """The setup of one row of ultrascale."""
-    width, heads = int(r["width"]), int(r["heads"])
+    width, heads = r["width"], r["heads"]
     model = Model(
-        r["model"], int(r["layers"]), width, heads, int(r["kv_heads"]), width // heads,
-        int(r["mlp_width"]), gated=True, vocab_size=int(r["vocab"]), tied_head=r["tied"] == "1",
+        r["model"], r["layers"], width, heads, r["kv_heads"], width // heads,
+        r["mlp_width"], gated=True, vocab_size=r["vocab"], tied_head=r["tied"] == 1,
     )  # fmt: skip
-    data = int(r["dp"])
-    strategy: Strategy = "zero1" if r["zero"] == "1" else "replicate"
-    parallel = Parallel(strategy, data, data, int(r["tp"]), pipeline=int(r["pp"]))
-    recipe = Recipe(int(r["seq"]), int(r["micro_batch"]), int(r["accumulation"]), precision=_FP32_GRADIENTS)
+    data = r["dp"]
+    strategy: Strategy = "zero1" if r["zero"] == 1 else "replicate"
+    parallel = Parallel(strategy, data, data, r["tp"], pipeline=r["pp"])
+    recipe = Recipe(r["seq"], r["micro_batch"], r["accumulation"], precision=_FP32_GRADIENTS)
     return Setup(model, parallel, recipe)
 
 
 def llm_foundry(own: Table | None = None) -> Iterator[Case]:
     """Fitted on runs of one host; runs on several hosts are held out."""
     for r in (own or read("llm_foundry")).rows:
-        model, gpus = gpt(r, 50368, r["seq"], biases=False), int(r["gpus"])
+        model, gpus = gpt(r, 50368, r["seq"], biases=False), r["gpus"]
         wide = r["mode"] == "amp_bf16"
         precision = Precision() if wide else Precision(masters=0, moments=2)
         recipe = Recipe(
-            int(r["seq"]), int(r["micro_batch"]), int(r["accumulation"]),
-            recompute="full" if r["checkpoint"] == "1" else "none", precision=precision,
+            r["seq"], r["micro_batch"], r["accumulation"],
+            recompute="full" if r["checkpoint"] == 1 else "none", precision=precision,
         )  # fmt: skip
         setup = Setup(model, Parallel("zero3", data=gpus, shard=gpus), recipe)
         yield Case(
@@ -148,19 +149,19 @@ def _h100_at_500_w() -> Gpu:
 
 def _torchtitan(table: Table, gpu: Gpu) -> Iterator[Case]:
     for r in table.rows:
-        gpus, model = int(r["gpus"]), _LLAMAS[r["model"]]
+        gpus, model = r["gpus"], _LLAMAS[r["model"]]
         cluster = find_cluster("H100", 8, -(-gpus // 8), "infiniband-ndr")
-        batch, data, tensor, context = (int(r[name]) for name in ("local_batch", "fsdp", "tp", "cp"))
+        batch, data, tensor, context = (r[name] for name in ("local_batch", "fsdp", "tp", "cp"))
         recipe = Recipe(
-            int(r["seq"]), batch, int(r["global_batch"]) // (batch * data),
-            recompute="full" if r["checkpoint"] == "full" else "selective", compiled=r["compiled"] == "1",
-            precision=Precision(fp8=r["float8"] == "1"),
+            r["seq"], batch, r["global_batch"] // (batch * data),
+            recompute="full" if r["checkpoint"] == "full" else "selective", compiled=r["compiled"] == 1,
+            precision=Precision(fp8=r["float8"] == 1),
         )  # fmt: skip
         setup = Setup(model, Parallel("zero3", data, data * context, tensor, context=context), recipe)
         name = f"{r['model']} x{gpus}"
-        name += "".join(f" {axis}{r[axis]}" for axis in ("tp", "cp") if r[axis] != "1")
+        name += "".join(f" {axis}{r[axis]}" for axis in ("tp", "cp") if r[axis] != 1)
         yield Case(
-            name + (" compiled" if r["compiled"] == "1" else ""),
+            name + (" compiled" if r["compiled"] == 1 else ""),
             setup.tokens_a_step / (float(r["tokens_per_s_per_gpu"]) * gpus),
             (setup,),
             replace(cluster, gpu=gpu),
@@ -181,17 +182,14 @@ def vtrain(own: Table | None = None) -> Iterator[Case]:
     """Fitted on models of width 1024; those of width 2048 are held out."""
     for r in (own or read("vtrain")).rows:
         model, shape = gpt(r, 51200, r["seq"]), f"{r['layers']} x {r['width']}"
-        data = int(r["dp"])
-        micro = int(r["micro_batch"])
+        data, micro = r["dp"], r["micro_batch"]
         recipe = Recipe(
-            int(r["seq"]), micro, int(r["global_batch"]) // (micro * data), recompute="full",
+            r["seq"], micro, r["global_batch"] // (micro * data), recompute="full",
             attention="plain",
         )  # fmt: skip
-        parallel = Parallel(
-            "replicate", data=data, tensor=int(r["tp"]), sequence=False, pipeline=int(r["pp"])
-        )
+        parallel = Parallel("replicate", data=data, tensor=r["tp"], sequence=False, pipeline=r["pp"])
         setup = Setup(model, parallel, recipe)
-        if recipe.accumulation < 1 or parallel.ranks != int(r["gpus"]):
+        if recipe.accumulation < 1 or parallel.ranks != r["gpus"]:
             continue
         yield Case(
             f"{shape} dp{data} tp{r['tp']} pp{r['pp']} mb{micro} batch {r['global_batch']}",
@@ -200,16 +198,16 @@ def vtrain(own: Table | None = None) -> Iterator[Case]:
             find_cluster("A100-80", 8, 1),
             MEGATRON_DEEPSPEED,
             cell=f"{shape}, {r['gpus']} GPUs, batch {r['global_batch']}",
-            held_out=r["width"] != "1024",
+            held_out=r["width"] != 1024,
         )
 
 
-def gpt(r: Mapping[str, str], vocab: str | int, seq: str | int, *, biases: bool = True) -> Model:
+def gpt(r: Mapping[str, Any], vocab: int, seq: int, *, biases: bool = True) -> Model:
     """A model like GPT-2, of the layers, width and heads of a row."""
-    width, heads = int(r["width"]), int(r["heads"])
+    width, heads = r["width"], r["heads"]
     return Model(
-        f"GPT {r['layers']} x {width}", int(r["layers"]), width, heads, heads, width // heads, 4 * width,
-        gated=False, vocab_size=int(vocab), learned_positions=int(seq), biases=biases, norm="layer",
+        f"GPT {r['layers']} x {width}", r["layers"], width, heads, heads, width // heads, 4 * width,
+        gated=False, vocab_size=vocab, learned_positions=seq, biases=biases, norm="layer",
     )  # fmt: skip
 
 
@@ -217,23 +215,23 @@ def sc21(own: Table | None = None) -> Iterator[Case]:
     """The table lacks micro-batch and chunks: its authors took the fastest, and so does this."""
     for r in (own or read("sc21")).rows:
         model = gpt(r, r["vocab"], r["seq"])
-        data, pipeline = int(r["dp"]), int(r["pp"])
-        share = int(r["global_batch"]) // data
+        data, pipeline = r["dp"], r["pp"]
+        share = r["global_batch"] // data
         setups = []
         for micro, chunks in itertools.product((1, 2, 4, 8), (1, 2, 3, 4) if pipeline > 1 else (1,)):
             steps = share // micro
             if share % micro or model.layers % (pipeline * chunks) or (chunks > 1 and steps % pipeline):
                 continue
-            recipe = Recipe(int(r["seq"]), micro, steps, recompute="full", attention="plain")
+            recipe = Recipe(r["seq"], micro, steps, recompute="full", attention="plain")
             parallel = Parallel(
-                "replicate", data, tensor=int(r["tp"]), sequence=False, pipeline=pipeline, interleave=chunks
+                "replicate", data, tensor=r["tp"], sequence=False, pipeline=pipeline, interleave=chunks
             )
             setups.append(Setup(model, parallel, recipe))
         yield Case(
             f"{r['params_b']}B x{r['gpus']}",
             float(r["step_s"]),
             tuple(setups),
-            find_cluster("A100-80", 8, int(r["gpus"]) // 8, "infiniband-hdr"),
+            find_cluster("A100-80", 8, r["gpus"] // 8, "infiniband-hdr"),
             MEGATRON_2021,
             cell="weak scaling",
             held_out=True,
@@ -243,21 +241,21 @@ def sc21(own: Table | None = None) -> Iterator[Case]:
 def korthikanti(own: Table | None = None) -> Iterator[Case]:
     """Steps of table 5."""
     for r in (own or read("korthikanti_iteration")).rows:
-        data = int(r["dp"])
+        data = r["dp"]
         selective = r["mode"] == "selective"
         recipe = Recipe(
-            int(r["seq"]), int(r["micro_batch"]), int(r["global_batch"]) // (int(r["micro_batch"]) * data),
+            r["seq"], r["micro_batch"], r["global_batch"] // (r["micro_batch"] * data),
             recompute="selective" if selective else "full", attention="plain",
         )  # fmt: skip
         parallel = Parallel(
-            "replicate", data=data, tensor=int(r["tp"]), sequence=selective, pipeline=int(r["pp"]),
-            interleave=int(r["interleave"]),
+            "replicate", data=data, tensor=r["tp"], sequence=selective, pipeline=r["pp"],
+            interleave=r["interleave"],
         )  # fmt: skip
         yield Case(
             f"{r['model']} {r['mode']}",
             float(r["step_s"]),
             (Setup(gpt(r, r["vocab"], r["seq"]), parallel, recipe),),
-            find_cluster("A100-80", 8, int(r["gpus"]) // 8 or 1, "infiniband-hdr"),
+            find_cluster("A100-80", 8, r["gpus"] // 8 or 1, "infiniband-hdr"),
             MEGATRON,
             cell=r["model"],
             held_out=True,

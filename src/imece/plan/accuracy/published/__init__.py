@@ -1,7 +1,8 @@
 """Published measurements to compare the planner with, as CSV files beside this one.
 
 A file begins with lines `# ...` that say where its figures come from and what its columns mean. If its rows
-have different origins, it also has a column `source`. Cells are text; an empty one is unknown.
+have different origins, it also has a column `source`. Cells are whole numbers or text; an empty
+one is unknown.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import csv
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from imece.errors import UserError
 
@@ -20,7 +22,7 @@ class Table:
 
     name: str
     source: str  # the lines at its top
-    rows: tuple[dict[str, str], ...]
+    rows: tuple[dict[str, Any], ...]
 
 
 def names() -> tuple[str, ...]:
@@ -52,7 +54,12 @@ def read_own(name: str, path: Path) -> Table:
 def _table(name: str, text: str) -> Table:
     lines = text.splitlines()
     head = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
-    rows = tuple(csv.DictReader(line for line in lines if not line.startswith("#")))
+    table = csv.DictReader(line for line in lines if not line.startswith("#"))
+    rows = tuple({column: _cell(text) for column, text in row.items()} for row in table)
     if not head or not rows:
         raise ValueError(f"{name}.csv has {len(head)} lines of source and {len(rows)} rows; both are needed")
     return Table(name, " ".join(head), rows)
+
+
+def _cell(text: str | None) -> str | int | None:
+    return int(text) if text is not None and text.isdecimal() else text
