@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from imece.plan.hardware import find_cluster
 from imece.plan.memory.activations import whole_layer
 from imece.plan.memory.frameworks import IMECE as FRAMEWORK
 from imece.plan.memory.memory import memory
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Latent, Model
+from imece.plan.presets import find_cluster
 from imece.plan.setup import Parallel, Recipe, Setup
 from imece.plan.speed.compute import LayerTime, flops_a_token, layer_time
 from imece.plan.speed.manner import IMECE
