@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from imece import mesh
-from tests.launch.launcher import Launcher
+from tests.launch.launcher import Launcher, torchrun
 from tests.train.command import in_fork, launched
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +64,10 @@ def run(commands: Sequence[Sequence[str | Path]], environs: Sequence[Mapping[str
     return "\n".join(outputs)
 
 
-def torchrun(script: Path, out: Path) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run([[*launcher, script, *TWO_RANKS, out]])
+def by_torchrun(script: Path, out: Path) -> str:
+    outcome = torchrun("--standalone", "--nproc-per-node", "2", script, *TWO_RANKS, out)
+    assert outcome.status == 0, outcome.err
+    return outcome.out + outcome.err
 
 
 def imece_launch(script: Path, out: Path) -> str:
@@ -104,7 +105,7 @@ def test_one_process(one_process: tuple[str, Path]) -> None:
     assert [file.name for file in folder.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("start", [torchrun, imece_launch, pytest.param(slurm, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", [by_torchrun, imece_launch, pytest.param(slurm, marks=pytest.mark.slow)])
 def test_two_ranks(start: Callable[[Path, Path], str], tmp_path: Path, one_process: tuple[str, Path]) -> None:
     (tmp_path / "both.py").write_text(BOTH)
     check_output(start(tmp_path / "both.py", tmp_path / "model"), 2)

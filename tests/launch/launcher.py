@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from torch.distributed import run
+
 from imece.cli.main import main
 
 LIMIT_S = 200.0  # for what hangs: a busy machine takes ten times as long as an idle one
@@ -110,3 +112,14 @@ def run_launch(*arguments: str | Path, timeout_s: float = LIMIT_S) -> Outcome:
     """`imece launch ARGUMENTS` to its end."""
     with Launcher(*arguments) as launcher:
         return launcher.wait(timeout_s)
+
+
+def torchrun(*arguments: str | Path) -> Outcome:
+    """`torchrun ARGUMENTS`, to its end: a fork of this process that starts fresh ranks."""
+
+    def call() -> int:
+        run.main([*map(str, arguments)])  # raises if a rank fails
+        return 0
+
+    with Launcher(call=call) as launcher:
+        return launcher.wait()

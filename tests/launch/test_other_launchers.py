@@ -14,6 +14,7 @@ import pytest
 
 from imece.membership import unwatched
 from tests.launch.hosts.two import free_port
+from tests.launch.launcher import torchrun
 
 # What these launchers start goes when its launcher does, which a test may have to kill.
 ENDS_WITH_IT = """
@@ -67,11 +68,15 @@ def test_who_replaces_nobody(
         assert capsys.readouterr().err == wanted
 
 
-def run(tmp_path: Path, name: str, *launcher: str, jobs: int = 1) -> list[list[list[str]]]:
-    """The sorted output lines, in words, of `jobs` runs of SCRIPT at the same time.
+def checked(name: str, out: str, err: str) -> list[list[str]]:
+    """The sorted lines of `out`, in words. `err` must say, once, that `name` replaces nobody."""
+    said = f"imece: started by {name}: a rank that dies ends the run; imece launch would replace it"
+    assert err.count(said + "\n") == 1 and err.count("a rank that dies") == 1, err
+    return sorted(line.split() for line in out.splitlines())
 
-    Each must say, once, that `name` replaces nobody.
-    """
+
+def run(tmp_path: Path, name: str, *launcher: str, jobs: int) -> list[list[list[str]]]:
+    """What `jobs` runs of SCRIPT print at the same time."""
     script = tmp_path / "script.py"
     script.write_text(ENDS_WITH_IT + SCRIPT)
     command = [*launcher, str(script)]
@@ -84,9 +89,7 @@ def run(tmp_path: Path, name: str, *launcher: str, jobs: int = 1) -> list[list[l
         for process in processes:
             out, err = process.communicate(timeout=200)
             assert process.returncode == 0, err
-            said = f"imece: started by {name}: a rank that dies ends the run; imece launch would replace it"
-            assert err.count(said + "\n") == 1 and err.count("a rank that dies") == 1, err
-            found.append(sorted(line.split() for line in out.splitlines()))
+            found.append(checked(name, out, err))
     finally:
         for process in processes:
             process.kill()
@@ -95,8 +98,10 @@ def run(tmp_path: Path, name: str, *launcher: str, jobs: int = 1) -> list[list[l
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    (lines,) = run(tmp_path, "torchrun", *torchrun)
+    (tmp_path / "script.py").write_text(ENDS_WITH_IT + SCRIPT)
+    outcome = torchrun("--standalone", "--nproc-per-node", "2", tmp_path / "script.py")
+    assert outcome.status == 0, outcome.err
+    lines = checked("torchrun", outcome.out, outcome.err)
     assert [line[:4] for line in lines] == [["torchrun", "0", "2", "3"], ["torchrun", "1", "2", "3"]]
 
 

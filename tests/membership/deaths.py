@@ -91,14 +91,14 @@ def dropping() -> None:
     mock.patch.object(Block, "forward", drops).start()
 
 
-def slower(seconds: float) -> Callable[[], None]:
-    """Each update takes so much longer: there is time to join."""
+def slower(seconds: float, ranks: int) -> Callable[[], None]:
+    """Each update of fewer ranks takes so much longer: there is time to join."""
 
     def prepare() -> None:
         run = Step.run
 
         def slow(self: Step, *args: Any) -> Any:
-            time.sleep(seconds)
+            time.sleep(seconds if self._plan.ranks < ranks else 0.0)
             return run(self, *args)
 
         mock.patch.object(Step, "run", slow).start()
