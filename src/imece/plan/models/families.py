@@ -233,7 +233,10 @@ FAMILIES = {  # by `model_type`
         experts="num_experts", translated=mixtures.qwen_3_moe, defaults=_kv(4),
     ),
     "deepseek_v2": _deep_seek_family(n_routed_experts=64, n_shared_experts=2),
-    "deepseek_v3": _deep_seek_family(n_routed_experts=256, n_shared_experts=1, first_k_dense_replace=3),
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2"),
+        _deep_seek_family(n_routed_experts=256, n_shared_experts=1, first_k_dense_replace=3),
+    ),
     "glm4_moe": Family(
         uneven=True, mlp_width="moe_intermediate_size", experts="n_routed_experts",
         query_biases="attention_bias", head_norms="use_qk_norm", translated=mixtures.first_dense,
