@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ TOO_LARGE = "raise the limit of a file's size (ulimit -f)"
 """What to do after EFBIG: neither room nor another place helps."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Error numbers that mean: nothing can be written there, however long one waits."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
@@ -107,6 +109,16 @@ def leftovers(folder: Path, name: str = "*") -> set[Path]:
     Before removing them the caller must know that no process is writing there.
     """
     return set(folder.glob(f"{name}.[0-9]*.partial"))
+
+
+def lock(descriptor: int, kind: int) -> None:
+    """flock. OSError, which says so where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise OSError(error.errno, "no file locks there: Lustre has them if mounted with flock") from None
 
 
 def sync(file: BinaryIO) -> None:

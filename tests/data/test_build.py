@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections import Counter
@@ -223,6 +225,18 @@ def test_a_full_disk(tmp_path: Path) -> None:
         seen["old" if now == old else "none"] += 1
     assert seen["old"] > 2 and seen["none"] > 0, seen
     assert content(build(*arguments, share=0.3)) == content(build(tmp_path / "t", *arguments[1:], share=0.3))
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre is, unless it is mounted with flock."""
+
+    def none(_descriptor: int, _kind: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    files = write_texts(tmp_path / "text", "some")
+    said = mistake(build, tmp_path / "tokens", [Source(files)], TEXT, ByteTokenizer(), share=0.3)
+    assert "(no file locks there: Lustre has them if mounted with flock): name another folder" in said
 
 
 def test_places_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

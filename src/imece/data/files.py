@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from imece.errors import UserError
+from imece.writing import lock
 
 DIGEST_BYTES = 16
 
@@ -21,7 +22,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), fcntl.LOCK_EX)
         yield  # the file is never deleted: others may wait for its lock
 
 

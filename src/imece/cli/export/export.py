@@ -41,6 +41,7 @@ from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
 from imece.train.model.origin import Weights, tokenizer_of, weights_of
 from imece.train.run.folder import Which, check_which, find_run
+from imece.writing import lock as lock_file
 from imece.writing import other_place, sync, sync_folder
 
 PROG = "imece export"
@@ -260,7 +261,7 @@ def _lock(folder: Path) -> int:
     lock is held."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise
