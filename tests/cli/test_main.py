@@ -464,7 +464,7 @@ def test_limits_of_a_launcher(error: Exception, said: str, monkeypatch: pytest.M
     def raises(argv: Sequence[str]) -> int:
         raise left.pop(0)
 
-    monkeypatch.setattr("imece.cli.launch.run", raises)
+    monkeypatch.setattr("imece.cli.launch.launch.run", raises)
     assert said in refused("launch")
     with pytest.raises(type(error), match="something else"):
         run("launch")
