@@ -384,15 +384,18 @@ def test_a_backend_that_does_not_move_a_gpus_tensors(monkeypatch: pytest.MonkeyP
 
 
 def test_calls_of_the_cpus_tensors_beside_nccl_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are Gloo's in a group that has both, and no stream is beside them."""
+    """They are Gloo's in a group that has both, as its barriers are, and no stream is beside them."""
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    configs = iter(["cpu:gloo,cuda:nccl", "cuda:nccl"])
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: next(configs))
     group: Any = SimpleNamespace(size=lambda: 2)
     made: Any = SimpleNamespace(order=[0, 1], levels=[])
     work: Any = object()
     checker = checks.Checker(group, made)
-    assert isinstance(checker.sliced_call(work, torch.device("cpu")), Sliced)
-    assert checker.sliced_call(work, CUDA) is work and checker.sliced_call(work, None) is work
+    for device in (torch.device("cpu"), None):
+        assert isinstance(checker.sliced_call(work, device), Sliced)
+    assert checker.sliced_call(work, CUDA) is work
+    assert checks.Checker(group, made).sliced_call(work, None) is work
 
 
 def test_a_message_from_anybody_to_a_gpu_is_not_shared_memorys() -> None:

@@ -169,7 +169,8 @@ class Checker:
         self.group, self.companions = group, companions
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, in group order
         assert len(companions.order) == group.size(), "group and companions hold different ranks"
-        self._has_nccl = "nccl" in str(dist.get_backend_config(group))
+        config = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+        self._has_nccl, self._has_cpu = "nccl" in config, "cpu:" in config
         self._number = 0
         self._lock = threading.Lock()  # calls get numbers in the order in which they go to the check group
         self.failure: CollectiveError | None = None  # the first
@@ -229,9 +230,10 @@ class Checker:
         """Whether NCCL makes the group's calls with tensors of this device, on a stream beside the caller's.
 
         Gloo copies a GPU's tensors at launch and reads the copies in `wait`, on one stream: the caller's. In
-        a group that has both, Gloo moves the CPU's tensors. None: a call without tensors.
+        a group that has both, Gloo moves the CPU's tensors. None: a barrier, for which torch asks the CPU's
+        backend if there is one.
         """
-        return self._has_nccl and (device is None or device.type != "cpu")
+        return self._has_nccl and (not self._has_cpu if device is None else device.type != "cpu")
 
     def close(self) -> None:
         """End the thread, after the calls that are still queued, and leave the companions."""
