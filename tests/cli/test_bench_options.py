@@ -34,6 +34,7 @@ from tests.cli.refused import refused
         ("step --tokens 300", "--tokens 300: more than 256 must be a multiple of 256"),
         ("step --tokens 0", "--tokens 0: at least 1 is needed"),
         ("step --tokens many", "'many' is not a whole number"),
+        ("step --tokens 128 512", "a value of several words stands in quotes: --tokens '...'"),
         ("step --ways torch-nccl", "'torch-nccl' is not one of no-sync, wait-only, imece, imece-overlap"),
         ("step --ranks 1", "from 2 to 64 ranks"),
         ("step --rounds 0", "--rounds 0: at least 1"),

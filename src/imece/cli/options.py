@@ -207,6 +207,8 @@ def _options(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name.replace("_", "-"), hints[field.name]
         own, *extras = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+        if any(isinstance(extra, PrimitiveConstructorSpec) for extra in extras):
+            own = str  # as it is typed
         if dataclasses.is_dataclass(own):
             options |= _options(cast(type[object], own), f"{name}.")
         else:
