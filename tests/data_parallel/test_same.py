@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imece import DistributedDataParallel
+from imece.data_parallel import same
 from imece.data_parallel.same import digest
 from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
@@ -148,12 +150,13 @@ def sparse(group: dist.ProcessGroup) -> None:
 
 
 def synchronised_from_rank_0(group: dist.ProcessGroup) -> None:
-    """Parameters, frozen ones and buffers, of all dtypes and sizes: of 64 MiB, of none, expanded."""
+    """Parameters, frozen ones and buffers, of all dtypes and sizes: of more than travels at a time, of none,
+    expanded."""
     torch.manual_seed(dist.get_rank())
     module: Any = net()
     module[0].bias.requires_grad_(False)
     module.register_buffer("whole", torch.randint(1000, (3,)))
-    module.register_buffer("large", torch.randn(2**24 + 1))
+    module.register_buffer("large", torch.randn(2**18 + 1))
     module.register_buffer("none", torch.zeros(0))
     module.register_buffer("expanded", torch.randn(3, 1).expand(2, 3, 4))
     module.register_buffer("flag", torch.tensor(dist.get_rank() == 0))
@@ -171,7 +174,8 @@ def synchronised_from_rank_0(group: dist.ProcessGroup) -> None:
 
     dist.all_gather_object(digests, sums())
     assert digests[0] != digests[ODD]
-    DistributedDataParallel(module, process_group=group)
+    with mock.patch.object(same, "_FLAT_BYTES", 2**20):
+        DistributedDataParallel(module, process_group=group)
     after = sums()
     assert after == digests[0]
 
