@@ -190,7 +190,7 @@ class Case:
     make: Callable[[nn.Module], Optimizers] = adamw_in_groups
     loss: Callable[[Any, int, int], torch.Tensor] = plain
     """(model, turn, rank): turns count micro-batches."""
-    steps: int = 4
+    steps: int = 3
     micros: int = 1
     no_sync: bool = True
     """Whether all micro-batches but the last are in no_sync."""
@@ -385,8 +385,8 @@ CASES = {
     "zeroed in place": Case(zero=by_optimizer_in_place),
     "zeroed by the model": Case(zero=by_model, micros=2, no_sync=False),
     "zeroed by the model in place": Case(zero=by_model_in_place, micros=2),
-    "zeroed now and then": Case(make=momentum, zero=now_and_then),
-    "zeroed now and then, no_sync": Case(zero=now_and_then, micros=2),
+    "zeroed now and then": Case(make=momentum, zero=now_and_then, steps=4),
+    "zeroed now and then, no_sync": Case(zero=now_and_then, micros=2, steps=4),
     "frozen": Case(partly_frozen),
     "untied": Case(Untied),
     "unused": Case(Routed, loss=routed, steps=7),
@@ -401,7 +401,7 @@ CASES = {
     "tokens, accumulated": Case(loss=of_different_sizes, average="tokens", micros=2),
 }
 CASES["after one that raised"] = Case(prepare=raise_in_backward)
-UNEVEN = Case(lengths=(4, 6, 1))
+UNEVEN = Case(lengths=(3, 5, 1))
 CASES |= {
     "uneven": UNEVEN,
     "uneven, by those present": replace(UNEVEN, divide=False, make=momentum),
@@ -501,9 +501,10 @@ def notices(name: str, broken: Any, make: Callable[[nn.Module], Optimizers] = ad
 
 def half_alone(reduce: torch.dtype, ranks: int) -> Iterator[State]:
     """All ranks' steps in one process: each one's gradient in bf16, their mean in `reduce`."""
-    masters, optimizer = Case(dtype=torch.float32).start()
+    case = Case(dtype=torch.float32)
+    masters, optimizer = case.start()
     halves = copy.deepcopy(masters).bfloat16()
-    for turn in range(4):
+    for turn in range(case.steps):
         sums: dict[str, torch.Tensor] = {}
         for rank in range(ranks):
             halves.zero_grad()
