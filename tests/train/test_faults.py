@@ -360,5 +360,6 @@ def test_a_run_of_real_processes(tmp_path: Path) -> None:
 def again_by_forks(folder: str) -> None:
     path = Path(folder)
     words = ["--ranks=2", "--steps=9", "--validate.every=3", "--checkpoint.every=4"]
-    assert train(options(path, "forked", *words), path).status == 0
+    with mock.patch("imece.train.finish._SAMPLE_TOKENS", 160):  # other forks' samples are shorter
+        assert train(options(path, "forked", *words), path).status == 0
     assert_same_run(path / "run", path / "forked")
