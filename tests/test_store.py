@@ -142,20 +142,30 @@ def test_mpi_without_a_launcher_above() -> None:
 def test_a_rank_says_for_whom_it_waits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, where no launcher does: it may wait for ten minutes."""
-    monkeypatch.setattr("imece.store._SILENT_S", 0.1)
+    """Where no launcher does: it may wait for ten minutes."""
+    monkeypatch.setattr("imece.store._SILENT_S", 0.06)
+    patience, launched = SECOND * 0.6, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     listener = listen()
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(UserError, match="found no rank 0"):
-        connect(world(1, port), SECOND, {})
+        connect(world(1, port), patience, {})
     with pytest.raises(UserError, match="never came: rank 1, 2"):
-        swap_notes(dist.HashStore(), 0, 3, {}, SECOND)
+        swap_notes(dist.HashStore(), 0, 3, {}, patience)
+    for rank, others in ((0, "1, 2, 3, 4, 5, 6, 7, 8 and 1 more"), (1, "0")):
+        with pytest.raises(UserError, match=f"never came: rank {others}"):
+            of_this_start(dist.HashStore(), rank, 10, patience, launched)
+    (store := dist.HashStore()).set("note/0", "{}")
+    threading.Timer(0.5, store.set, ("note/1", "{}")).start()
+    assert swap_notes(store, 2, 3, {}, timedelta.max) == [{}] * 3
     lines = Counter(re.sub("in [01] s", "in N s", capsys.readouterr().err).splitlines())
     met_nobody = f"imece: rank 1 of 2 waits for rank 0 at 127.0.0.1 port {port} (Connection refused)"
     assert set(lines) == {
         f"{met_nobody}; it gives up in N s",
         "imece: rank 0 of 3 waits for rank 1, 2; it gives up in N s",
+        "imece: rank 0 of 10 waits for rank 1, 2, 3, 4, 5, 6, 7, 8 and 1 more; it gives up in N s",
+        "imece: rank 1 of 10 waits for rank 0; it gives up in N s",
+        "imece: rank 2 of 3 waits for rank 1",
     }
     assert all(times in (2, 3) for times in lines.values()), "again and again, but seldom"
 

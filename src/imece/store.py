@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from imece.errors import NotMetError, PeerLostError, UserError
+from imece.listing import some
 from imece.system.open_files import allow_open_files
 from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
 
@@ -180,7 +181,7 @@ def of_this_start(
 
     starts, mine = dist.PrefixStore("starts", store), secrets.token_hex(8)
     starts.set(f"says/{rank}", mine)
-    deadline = time.monotonic() + timeout.total_seconds()
+    patience = _Patience(rank, world_size, timeout)
     waiting = list(range(1, world_size)) if rank == 0 else [0]
     while waiting:
         if rank == 0:
@@ -194,9 +195,7 @@ def of_this_start(
         if starts.get(f"says/{rank}") != mine.encode():
             raise _claimed_twice(rank, world_size)
         if waiting:
-            if time.monotonic() > deadline:
-                raise _never_came(rank, world_size, waiting, timeout)
-            time.sleep(_POLL_S)
+            patience.wait_for(waiting)
     return dist.PrefixStore(mine, store)
 
 
@@ -220,10 +219,7 @@ def swap_notes(
             raise _claimed_twice(rank, world_size)
         store.set(f"note/{rank}", message)
         while waiting := [other for other in waiting if not store.check([f"note/{other}"])]:
-            if patience.left_s < 0:
-                raise _never_came(rank, world_size, waiting, timeout)
-            patience.say(f"rank {_some(waiting)}")
-            time.sleep(_POLL_S)
+            patience.wait_for(waiting)
         return [read_note(store.get(f"note/{other}"), f"rank {other}") for other in range(world_size)]
     except dist.DistNetworkError as error:
         lost = f"rank {rank} of {world_size} has lost the process in which ranks meet, rank 0 or the launcher"
@@ -245,19 +241,12 @@ def _claimed_twice(rank: int, world_size: int) -> UserError:
     return UserError(f"two processes say they are rank {rank} of {world_size}: check RANK in each of them")
 
 
-def _never_came(rank: int, world_size: int, waiting: Sequence[int], timeout: timedelta) -> NotMetError:
-    return NotMetError(
-        f"rank {rank} waited {timeout.total_seconds():.0f} s for {len(waiting)} of {world_size} "
-        f"ranks, which never came: rank {_some(waiting)}"
-    )
-
-
 class _Patience:
     """How long a rank waits for others; it says for whom now and then, as no launcher may do that."""
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._who = f"rank {rank} of {world_size}"
-        self._end = time.monotonic() + timeout.total_seconds()
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout.total_seconds()
+        self._end = time.monotonic() + self._timeout_s
         self._pause_s = _SILENT_S
         self._say_at = time.monotonic() + self._pause_s
 
@@ -266,19 +255,27 @@ class _Patience:
         """Negative once it has waited long enough."""
         return self._end - time.monotonic()
 
+    def wait_for(self, ranks: Sequence[int]) -> None:
+        """Wait a little for these ranks. NotMetError if they have had their time."""
+        if self.left_s < 0:
+            raise NotMetError(
+                f"rank {self._rank} waited {self._timeout_s:.0f} s for {len(ranks)} of {self._world_size} "
+                f"ranks, which never came: rank {some(ranks, 8)}"
+            )
+        self.say(f"rank {some(ranks, 8)}")
+        time.sleep(_POLL_S)
+
     def say(self, whom: str) -> None:
         """Say it if it is time to; each pause is twice as long as the one before."""
         if time.monotonic() < self._say_at:
             return
         self._pause_s *= 2
         self._say_at = time.monotonic() + self._pause_s
-        line = f"imece: {self._who} waits for {whom}; it gives up in {max(0, self.left_s):.0f} s"
+        line = f"imece: rank {self._rank} of {self._world_size} waits for {whom}"
+        if self._timeout_s < timedelta.max.total_seconds():  # which a rank that joins has
+            line += f"; it gives up in {max(0, self.left_s):.0f} s"
         with contextlib.suppress(OSError):  # nobody reads it
             print(line, file=sys.stderr, flush=True)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def root_store(store: dist.Store) -> dist.Store:
