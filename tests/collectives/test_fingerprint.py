@@ -68,17 +68,18 @@ def test_describe() -> None:
 
 def test_equal_calls_have_nothing_to_explain() -> None:
     same = fp.pack("all_reduce", "sum", torch.float32, 8)
-    assert fp.explain(1, {0: same, 1: same}, shapes={0: (2, 4), 1: (2, 4)}) is None
+    assert fp.explain(1, dict.fromkeys(range(2), fp.Said(same, (2, 4)))) is None
 
 
 def test_the_message_of_the_interface() -> None:
     message = fp.explain(
         812,
         {
-            0: fp.pack("all_reduce", "sum", torch.float32, 2359296),
-            1: fp.pack("all_reduce", "sum", torch.float32, 589824),
+            rank: fp.Said(fp.pack("all_reduce", "sum", torch.float32, numel), label=label)
+            for rank, (numel, label) in enumerate(
+                ((2359296, "blocks.3.mlp.up.weight ..."), (589824, "blocks.3.attention.out.weight"))
+            )
         },
-        {0: "blocks.3.mlp.up.weight ...", 1: "blocks.3.attention.out.weight"},
     )
     assert message == (
         "all_reduce number 812 differs between ranks: rank 0 sent float32[2359296] "
@@ -88,10 +89,9 @@ def test_the_message_of_the_interface() -> None:
 
 
 def test_equal_ranks_are_named_together_and_other_operations_in_full() -> None:
-    gather = fp.pack("all_gather", "", torch.float32, 4)
-    message = fp.explain(
-        7, {0: gather, 1: gather, 2: gather, 3: fp.pack("broadcast", "", torch.float32, 4, 0)}
-    )
+    gather = fp.Said(fp.pack("all_gather", "", torch.float32, 4))
+    other = fp.Said(fp.pack("broadcast", "", torch.float32, 4, 0))
+    message = fp.explain(7, {0: gather, 1: gather, 2: gather, 3: other})
     assert message == (
         "collective number 7 differs between ranks: ranks 0-2 called all_gather of float32[4], "
         "rank 3 broadcast from 0 of float32[4]. Do all ranks run the same forward?"
@@ -100,13 +100,13 @@ def test_equal_ranks_are_named_together_and_other_operations_in_full() -> None:
 
 def test_only_the_shape_differs() -> None:
     same = fp.pack("all_reduce", "sum", torch.float32, 6)
-    message = fp.explain(3, {0: same, 1: same}, shapes={0: (2, 3), 1: (3, 2)})
+    message = fp.explain(3, {0: fp.Said(same, (2, 3)), 1: fp.Said(same, (3, 2))})
     assert message is not None and "rank 0 sent float32[2, 3], rank 1 float32[3, 2]" in message
 
 
 def test_only_the_reduce_op_or_the_root_differs() -> None:
-    ops = {r: fp.pack("all_reduce", op, torch.float32, 6) for r, op in enumerate(("sum", "max"))}
-    roots = {r: fp.pack("reduce", "sum", torch.float32, 6, r) for r in range(2)}
+    ops = {r: fp.Said(fp.pack("all_reduce", op, torch.float32, 6)) for r, op in enumerate(("sum", "max"))}
+    roots = {r: fp.Said(fp.pack("reduce", "sum", torch.float32, 6, r)) for r in range(2)}
     assert "rank 0 called all_reduce(sum) of float32[6], rank 1 all_reduce(max) of" in str(fp.explain(3, ops))
     assert "rank 0 called reduce(sum) to 0 of float32[6], rank 1 reduce(sum) to 1 of" in str(
         fp.explain(3, roots)
@@ -115,10 +115,10 @@ def test_only_the_reduce_op_or_the_root_differs() -> None:
 
 def test_only_a_label_differs_that_all_ranks_must_have() -> None:
     same, labels = fp.pack("all_gather", "", torch.float32, 6), {0: "unit 1", 1: "unit 2"}
-    names = {rank: fp.name_of(fp.SameLabel(label)) for rank, label in labels.items()}
-    assert fp.explain(3, {0: same, 1: same}, labels, names=dict.fromkeys(labels, names[0])) is None
-    assert all(not fp.name_of(label) for label in labels.values())
-    assert fp.explain(3, {0: same, 1: same}, labels, names=names) == (
+    plain = {r: fp.Said(same, label=label, name=fp.name_of(label)) for r, label in labels.items()}
+    assert fp.explain(3, plain) is None
+    named = {r: each._replace(name=fp.name_of(fp.SameLabel(each.label))) for r, each in plain.items()}
+    assert fp.explain(3, named) == (
         "all_gather number 3 differs between ranks: rank 0 sent float32[6] (unit 1), rank 1 float32[6] (unit "
         "2). Do both ranks run the same units in one order (units= says which: none that only some run, as "
         "experts)?"
@@ -128,15 +128,14 @@ def test_only_a_label_differs_that_all_ranks_must_have() -> None:
 def test_only_the_way_differs() -> None:
     same = fp.pack("broadcast", "", torch.float32, 6, 1)
     ways = {0: "", 1: "schedule pipelined_ring, parts 3", 2: ""}
-    calls = dict.fromkeys(ways, same)
-    assert fp.explain(3, calls, ways=dict.fromkeys(ways, "wire bf16")) is None
-    assert fp.explain(3, calls, ways=ways) == (
+    assert fp.explain(3, dict.fromkeys(ways, fp.Said(same, way="wire bf16"))) is None
+    assert fp.explain(3, {rank: fp.Said(same, way=way) for rank, way in ways.items()}) == (
         "broadcast number 3 differs between ranks: ranks 0, 2 sent float32[6] with neither schedule nor "
         "wire, rank 1 float32[6] with schedule pipelined_ring, parts 3. Do all ranks have the same "
         "IMECE_SCHEDULE, and give the same schedule, wire and parts?"
     )
     shapes = {0: (2, 3), 1: (3, 2), 2: (2, 3)}
-    text = str(fp.explain(3, calls, shapes=shapes, ways=ways))
+    text = str(fp.explain(3, {rank: fp.Said(same, shapes[rank], way=way) for rank, way in ways.items()}))
     assert "3, 2] with schedule pipelined_ring, parts 3. Do all ranks run the same forward?" in text
 
 

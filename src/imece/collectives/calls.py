@@ -106,7 +106,7 @@ class Call:
     reduce_op: str = ""
     root: int = -1  # or the peer of a message
     label: str = ""
-    way: str = ""  # as in fingerprint.explain, for calls made of messages of imece's
+    way: str = ""  # as in fingerprint.Said, for calls made of messages of imece's
 
     def native(
         self,

@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,17 +55,6 @@ from imece.status import says_timed_out
 _ROW = struct.Struct("=qq6qq48s128s")
 _COMPARED_BYTES = 72 + 48
 _SHUT_S = 5.0
-
-
-class _Said(NamedTuple):
-    """One rank's row, unpacked."""
-
-    number: int
-    fingerprint: int
-    shape: tuple[int, ...]
-    name: int
-    way: str
-    label: str
 
 
 class Check:
@@ -357,24 +345,20 @@ def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _unpack(raw: bytes) -> _Said:
+def _unpack(raw: bytes) -> tuple[int, fp.Said]:
+    """(the call's number, the call)"""
     number, fingerprint, *dims, name, way, label = _ROW.unpack(raw)
-    return _Said(number, fingerprint, fp.shape_of(dims), name, text_of(way), text_of(label))
+    return number, fp.Said(fingerprint, fp.shape_of(dims), text_of(label), text_of(way), name)
 
 
-def _explain(said: dict[int, _Said]) -> str:
+def _explain(said: dict[int, tuple[int, fp.Said]]) -> str:
     """said: by global rank."""
-    message = fp.explain(
-        next(iter(said.values())).number,
-        {rank: row.fingerprint for rank, row in said.items()},
-        {rank: row.label for rank, row in said.items()},
-        {rank: row.shape for rank, row in said.items()},
-        {rank: row.way for rank, row in said.items()},
-        {rank: row.name for rank, row in said.items()},
-    )
+    number, _ = next(iter(said.values()))
+    message = fp.explain(number, {rank: call for rank, (_, call) in said.items()})
     if message is not None:
         return message
     at = ", ".join(
-        f"rank {rank} at {fp.unpack(row.fingerprint).op} number {row.number}" for rank, row in said.items()
+        f"rank {rank} at {fp.unpack(call.fingerprint).op} number {number}"
+        for rank, (number, call) in said.items()
     )
     return f"ranks differ in how many calls they made on this group: {at}. Did one catch an error and go on?"

@@ -53,7 +53,17 @@ class Announced(NamedTuple):
     reduce_op: str = ""  # of REDUCE_OPS
     root: int = -1  # rank in the group
     label: str = ""  # the parameter or bucket, for errors
-    way: str = ""  # as in `explain`
+    way: str = ""  # as in `Said`
+
+
+class Said(NamedTuple):
+    """A call as the others have heard of it from one rank."""
+
+    fingerprint: int
+    shape: tuple[int, ...] | None = None  # None if only the number of elements was said
+    label: str = ""  # shown, and not compared
+    way: str = ""  # such as "schedule ring" or "wire bf16"; "" is the backend's own
+    name: int = 0  # `name_of` the label
 
 
 class Fields(NamedTuple):
@@ -136,43 +146,31 @@ def mismatch_message(
     )
 
 
-def explain(
-    seq: int,
-    fingerprints: Mapping[int, int],
-    labels: Mapping[int, str] | None = None,
-    shapes: Mapping[int, tuple[int, ...]] | None = None,
-    ways: Mapping[int, str] | None = None,
-    names: Mapping[int, int] | None = None,
-) -> str | None:
+def explain(seq: int, said: Mapping[int, Said]) -> str | None:
     """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
 
-    fingerprints, labels, shapes, ways, names: by rank in the world. Ranks agree if their fingerprints and (if
-    given) their shapes, ways and names are equal; labels are shown and never compared. A way is "schedule
-    ring" or "wire bf16", for instance; "" is the backend's own way. A name is a `name_of`, of a label.
+    said: by rank in the world.
     """
-    shapes, ways, names = shapes or {}, ways or {}, names or {}
-    same_call = all(len({*each.values()}) <= 1 for each in (fingerprints, shapes, names))
-    same_way = len(set(ways.values())) <= 1
+    same_call = len({(each.fingerprint, each.shape, each.name) for each in said.values()}) == 1
+    same_way = len({each.way for each in said.values()}) == 1
     if same_call and same_way:
         return None
-    fields = {rank: unpack(value) for rank, value in fingerprints.items()}
+    fields = {rank: unpack(each.fingerprint) for rank, each in said.items()}
     same_op = len({f.op for f in fields.values()}) == 1
     same_but_tensor = same_op and len({(f.reduce_op, f.root) for f in fields.values()}) == 1
-    said: dict[int, str] = {}
-    for rank, field in fields.items():
-        shape = shapes.get(rank)
-        text = _tensor(field, shape) if same_but_tensor else words(field, shape)
+    by_rank: dict[int, str] = {}
+    for rank, each in said.items():
+        text = (_tensor if same_but_tensor else words)(fields[rank], each.shape)
         if not same_way:
-            text += f" with {ways.get(rank) or 'neither schedule nor wire'}"
-        label = (labels or {}).get(rank, "")
-        said[rank] = f"{text} ({label})" if label else text
+            text += f" with {each.way or 'neither schedule nor wire'}"
+        by_rank[rank] = f"{text} ({each.label})" if each.label else text
     op = next(iter(fields.values())).op if same_op else ""
     asked = "run the same forward"
     if same_call:
         asked = "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts"
-    elif any(names.values()):
+    elif any(each.name for each in said.values()):
         asked = "run the same units in one order (units= says which: none that only some run, as experts)"
-    return mismatch_message(seq, said, op=op, verb="sent" if same_but_tensor else "called", asked=asked)
+    return mismatch_message(seq, by_rank, op=op, verb="sent" if same_but_tensor else "called", asked=asked)
 
 
 def name_of(label: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from imece.collectives.fingerprint import OPS, SameLabel, explain, name_of
+from imece.collectives.fingerprint import OPS, Said, SameLabel, explain, name_of
 from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.arena import ARENAS
 from imece.collectives.shared_memory.board import (
@@ -54,7 +54,7 @@ class Engine:
         self.clock = 0
         self.shape: tuple[int, ...] = ()  # of the tensor under way, for messages
         self.label = ""
-        self.way = ""  # as in fingerprint.explain
+        self.way = ""  # as in fingerprint.Said
         self._others = [board.words[other] for other in board.others]
         self._piece = 0
         self._freed = 0
@@ -146,22 +146,14 @@ class Engine:
         for other in self.board.others:
             while self.board.words[other][DETAIL] < self.number:
                 yield
-        names, texts, fingerprints = self.board.names, {}, {}
-        for rank in range(self.world_size):
-            texts[names[rank]] = own if rank == self.rank else self.board.read_text(rank, DETAIL)
-            fingerprints[names[rank]] = self.board.words[rank][at]
-        shapes = {rank: _shape(text.partition("|")[0]) for rank, text in texts.items()}
-        rest = {rank: text.partition("|")[2].partition("|") for rank, text in texts.items()}
-        message = explain(
-            self.number,
-            fingerprints,
-            {rank: label for rank, (_, _, label) in rest.items()},
-            shapes,
-            {rank: way for rank, (way, _, _) in rest.items()},
-            {rank: name_of(SameLabel(label)) for rank, (_, _, label) in rest.items()}
-            if name_of(self.label)
-            else None,
-        )
+        said: dict[int, Said] = {}
+        for rank, world_rank in enumerate(self.board.names):
+            text = own if rank == self.rank else self.board.read_text(rank, DETAIL)
+            shape, _, rest = text.partition("|")
+            way, _, label = rest.partition("|")
+            name = name_of(SameLabel(label)) if name_of(self.label) else 0
+            said[world_rank] = Said(self.board.words[rank][at], _shape(shape), label, way, name)
+        message = explain(self.number, said)
         raise MismatchError(message or f"collective number {self.number} differs between ranks")
 
     # Slots and views.
