@@ -177,7 +177,13 @@ def reduce_scatter(
             shared=input,
         )
     if wire is not None:
-        return _reduce_scatter_packed(call, output, input, name, wire, async_op)
+
+        def run_packed() -> None:
+            place = flat_place(output)
+            reduce_scatter_packed(place, flattened(input), group, name, wire, collective=not async_op)
+            copy_back(place, output)
+
+        return call.scheduled(run_packed, output, async_op)
     schedule = "ring" if schedule == "hierarchical" else schedule
     if schedule is None:
         flat, base, back = _ready(input, name, group)
@@ -460,17 +466,6 @@ def _check_wire(tensor: Tensor, op: str, schedule: str | None, wire: str) -> Non
     check_sum(tensor, op, wire)
     if schedule not in (None, "auto", "hierarchical"):
         raise ValueError(f"wire={wire!r} has its own schedule, or 'hierarchical', but not {schedule!r}")
-
-
-def _reduce_scatter_packed(
-    call: Call, output: Tensor, input: Tensor, op: str, wire: str, async_op: bool
-) -> Any:
-    def run() -> None:
-        place = flat_place(output)
-        reduce_scatter_packed(place, flattened(input), call.group, op, wire, collective=not async_op)
-        copy_back(place, output)
-
-    return call.scheduled(run, output, async_op)
 
 
 def _way(schedule: str | None, wire: str | None = None, parts: int | None = None) -> str:

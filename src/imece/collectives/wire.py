@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from imece.collectives import native
 from imece.collectives.execute import TAG_WIRE, Message, post
-from imece.collectives.given_up import Waitable
 from imece.collectives.pending import wait_for
 from imece.collectives.reduction import flattened
 from imece.collectives.wire_formats import FORMATS
@@ -43,17 +42,14 @@ def check_sum(tensor: torch.Tensor, op: str, wire: str) -> None:
         raise ValueError(f"wire={wire!r} is for sum and avg, not {op!r}")
 
 
-class PackedSum:
-    """One all-reduce in three stages: post_slices, post_sums (waits for the slices), finish (for the sums).
-
-    A reduce-scatter is over after `total`. Bytes sent a rank: (N−1)/N · 2P, P being those of the packed
-    tensor. Scratch: 2P, and a slice in fp32; a tensor that does not divide by N is copied too.
-    """
+class _PackedSum:
+    """One call under way. Scratch: 2P, P being the bytes of the packed tensor, and a slice in fp32; a tensor
+    that does not divide by N is copied too."""
 
     def __init__(
         self, flat: torch.Tensor, group: dist.ProcessGroup, op: str, wire: str, *, collective: bool
     ) -> None:
-        """flat: 1D and contiguous, any floating dtype; the result is written into it. op: sum or avg.
+        """flat: 1D and contiguous, any floating dtype. op: sum or avg.
 
         collective: whether the group's own all_to_all and all_gather may be used; the background thread must
         not, since the order of its calls among those of other threads is not the same on all ranks.
@@ -61,43 +57,38 @@ class PackedSum:
         self.flat, self.group, self.op, self.collective = flat, group, op, collective
         self.wire, self._what = FORMATS[wire], f"an all_reduce in {wire}"
         self.rank, self.world_size = group.rank(), group.size()
-        self.works: list[Waitable] = []
         self.length = -(-flat.numel() // self.world_size)
         padding = self.length * self.world_size - flat.numel()
         padded = torch.cat((flat, flat.new_zeros(padding))) if padding else flat
         self.values = padded.view(self.world_size, self.length)  # [rank, slice]
-
-    def post_slices(self) -> None:
         self.rows = self.wire.pack(self.values)  # [rank, packed slice]
-        self.arrived = torch.empty_like(self.rows)  # this rank's slice as each rank has it
-        if self.collective:
-            work = native.all_to_all(self.arrived.view(-1), self.rows.view(-1), self.group)
-            if work is not None:
-                self.works = [work]
-                return
-            self.collective = False
-        self.arrived[self.rank].copy_(self.rows[self.rank])
-        self._exchange({peer: self.rows[peer] for peer in self._peers()}, self.arrived)
 
     def total(self) -> torch.Tensor:
-        """This rank's slice, reduced, once the slices are there: fp32 [slice]."""
-        self._wait()
+        """This rank's slice, reduced: fp32 [slice]. Sends (N−1)/N · P bytes."""
+        arrived = torch.empty_like(self.rows)  # this rank's slice as each rank has it
+        work = None
+        if self.collective:
+            work = native.all_to_all(arrived.view(-1), self.rows.view(-1), self.group)
+        if work is not None:
+            wait_for(work, self._what)
+        else:
+            self.collective = False
+            arrived[self.rank].copy_(self.rows[self.rank])
+            self._exchange({peer: self.rows[peer] for peer in self._peers()}, arrived)
         total = self.flat.new_empty(self.length, dtype=torch.float32)
-        self.wire.unpack(self.arrived[0], total)
-        for contribution in self.arrived[1:]:
+        self.wire.unpack(arrived[0], total)
+        for contribution in arrived[1:]:
             self.wire.add(contribution, total)
         return total.div_(self.world_size) if self.op == "avg" else total
 
-    def post_sums(self) -> None:
+    def write_everywhere(self, total: torch.Tensor) -> None:
+        """Write all ranks' totals, rounded, into `flat`. Sends (N−1)/N · P bytes."""
         mine = self.rows[self.rank]
-        mine.copy_(self.wire.pack(self.total()))
+        mine.copy_(self.wire.pack(total))
         if self.collective:
-            self.works = [native.all_gather(self.rows.view(-1), mine, self.group)]
+            wait_for(native.all_gather(self.rows.view(-1), mine, self.group), self._what)
         else:
             self._exchange(dict.fromkeys(self._peers(), mine), self.rows)
-
-    def finish(self) -> None:
-        self._wait()
         self.wire.unpack(self.rows, self.values)
         if self.values.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(self.values.view(-1)[: self.flat.numel()])
@@ -111,33 +102,25 @@ class PackedSum:
             return
         sends = [Message(row, peer, TAG_WIRE) for peer, row in sent.items()]
         receives = [Message(places[peer], peer, TAG_WIRE) for peer in self._peers()]
-        self.works = post(sends, receives, self.group)
-
-    def _wait(self) -> None:
-        for work in self.works:
+        for work in post(sends, receives, self.group):
             wait_for(work, self._what)
-        self.works = []
 
 
 def all_reduce_packed(
     tensor: torch.Tensor, group: dist.ProcessGroup, op: str, wire: str, *, collective: bool
-) -> torch.Tensor:
+) -> None:
     """Sum or average over the group, in place, with fewer bytes on the wire and sums in fp32.
 
-    tensor: any shape and floating dtype, M bytes in fp32. Each rank sends (N−1)/N · M bytes in bf16, half as
-    many as an fp32 ring, and half of that in int8. The result is the same bits on every rank. ValueError for
-    integers, min and max.
+    tensor: any shape, M bytes in fp32; with op and wire as `check_sum` admits. Each rank sends (N−1)/N · M
+    bytes in bf16, half as many as an fp32 ring, and half of that in int8. The result is the same bits on
+    every rank.
     """
-    check_sum(tensor, op, wire)
     flat = flattened(tensor)
     with torch.no_grad():
-        call = PackedSum(flat, group, op, wire, collective=collective)
-        call.post_slices()
-        call.post_sums()
-        call.finish()
+        call = _PackedSum(flat, group, op, wire, collective=collective)
+        call.write_everywhere(call.total())
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
-    return tensor
 
 
 def reduce_scatter_packed(
@@ -148,16 +131,13 @@ def reduce_scatter_packed(
     wire: str,
     *,
     collective: bool,
-) -> torch.Tensor:
+) -> None:
     """Sum or average `input` over the group, with fewer bytes on the wire; put slice `rank` of it into
     `output`.
 
     Both 1D and contiguous, input N times as long; output may be its own slice, and the others stay as they
-    are. Each rank sends half of what `all_reduce_packed` does. ValueError as there.
+    are. Each rank sends half of what `all_reduce_packed` does.
     """
-    check_sum(input, op, wire)
     assert input.numel() == output.numel() * group.size()
     with torch.no_grad():
-        call = PackedSum(input, group, op, wire, collective=collective)
-        call.post_slices()
-        return output.copy_(call.total())
+        output.copy_(_PackedSum(input, group, op, wire, collective=collective).total())
