@@ -20,7 +20,7 @@ Hook = Callable[[Any, dict[str, torch.Tensor]], list[torch.futures.Future[Any]] 
 def _names(
     module: nn.Module, prefix: str, found: dict[torch.Tensor, str], seen: set[nn.Module]
 ) -> dict[torch.Tensor, str]:
-    """As `named_buffers`, in less than half the time: each forward calls this twice."""
+    """As `named_buffers`, in less than half the time: each forward calls this."""
     seen.add(module)
     for name, each in module._buffers.items():
         if each is not None:

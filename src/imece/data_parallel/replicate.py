@@ -460,7 +460,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if not self._synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self._trained)
         self._tell_joined()
-        if self.will_sync_module_buffers() and not self._buffer_sync.after_forward:
+        if not self._buffer_sync.after_forward and self.will_sync_module_buffers():
             self._sync_buffers(joining)
         if joining:
             agree(self, synchronise)
@@ -540,7 +540,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     @torch._disable_dynamo(recursive=True)
     def _after_forward(self, output: Any) -> Any:
-        if self.will_sync_module_buffers() and self._buffer_sync.after_forward:
+        if self._buffer_sync.after_forward and self.will_sync_module_buffers():
             with temporarily_clear_interpreter_stack():
                 self._sync_buffers(self._join_config.enable)
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
