@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def test_a_closure_runs_in_copies_of_this_process() -> None:
 
     torch.set_num_threads(2)  # which are not in a copy
     try:
-        assert spawn(here, ranks=3, timeout_s=200) == [[0, 111, 1], [1, 111, 1], [2, 111, 1]]
+        with ThreadPoolExecutor(1) as pool:  # as asyncio.to_thread has: at its end Python joins all of these
+            results = pool.submit(spawn, here, ranks=3, timeout_s=200).result()
+        assert results == [[0, 111, 1], [1, 111, 1], [2, 111, 1]]
     finally:
         torch.set_num_threads(1)
     assert not dist.is_initialized(), "the parent itself takes no part"

@@ -297,6 +297,8 @@ def _run_rank(
             gc.enable()
         faulthandler.enable(file=2)  # PYTHONFAULTHANDLER does this in a fresh process
         atexit._clear()  # a copy must not do what the parent does at its end
+        if (pools := sys.modules.get("concurrent.futures.thread")) is not None:
+            pools._threads_queues.clear()  # nor wait for threads of its pools: this may be a copy of one
     try:
         message = _RESULT + encode(fn(*args))
     except KeyboardInterrupt:
