@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 import imece
-from imece.collectives import ops, recording, schedules
-from imece.collectives.execute import run_schedule
+from imece.collectives import execute, ops, recording, schedules
 from imece.collectives.ops import Recv, Send
 from imece.collectives.schedules import SCHEDULES, build, cost
 from imece.errors import CollectiveTimeoutError
+from tests.collectives.sent import sent_by
 from tests.ranks import run_ranks
 
 BACKENDS = ("gloo", "shm")
@@ -466,16 +466,13 @@ def big_messages(group: dist.ProcessGroup) -> str:
     for name in SCHEDULES["all_reduce"][:-1]:
         plan = build("all_reduce", name, rank, world_size, numel)
         tensor = noise(rank, numel)
-        traffic = run_schedule(plan, tensor, group, chunk_bytes=100_000)
+        with sent_by("execute") as sent, mock.patch.object(execute, "CHUNK_BYTES", 100_000):
+            execute.run_schedule(plan, tensor, group)
         assert (tensor.double() - exact).abs().max() < 1e-5, f"all_reduce of {numel}, schedule={name!r}"
         bits.update(tensor.numpy().tobytes())
-        assert traffic.sent_bytes == 4 * sum(
-            each.stop - each.start for step in plan for each in step.sends
-        ), name
-        assert traffic.steps == len(plan), name
+        assert sum(sent) == 4 * sum(each.stop - each.start for step in plan for each in step.sends), name
         if name == "ring":
-            assert abs(traffic.sent_bytes - cost("all_reduce", name, world_size, 4 * numel).nbytes) < 8
-            assert traffic.received_bytes == pytest.approx(traffic.sent_bytes, abs=8)
+            assert abs(sum(sent) - cost("all_reduce", name, world_size, 4 * numel).nbytes) < 8
     for schedule in ("pipelined_ring", "tree", None):
         tensor = noise(rank, numel)
         ops.broadcast(tensor, world_size - 1, group=group, schedule=schedule, parts=5)
@@ -570,8 +567,6 @@ def wait_for_nobody() -> None:
     late = r"^all_reduce number 1: not all ranks came in time\. .*rank 1 is not in it: its last call was bar"
     with pytest.raises(CollectiveTimeoutError, match=late):
         ops.all_reduce(torch.ones(3), group=never_met)
-    world = dist.group.WORLD
-    assert world is not None
     with pytest.raises(CollectiveTimeoutError, match="exchange with rank 1"):
-        run_schedule(build("all_reduce", "ring", 0, 2, 8), torch.ones(8), world, timeout_s=0.3)
+        execute.run_schedule(build("all_reduce", "ring", 0, 2, 8), torch.ones(8), never_met)
     store.set("over", "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -39,16 +38,6 @@ class Message(NamedTuple):
     tensor: torch.Tensor
     peer: int
     tag: int
-
-
-@dataclass
-class Traffic:
-    """What one rank has really moved, to compare with `schedules.cost`."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    messages: int = 0  # sent
-    steps: int = 0
 
 
 def post(
@@ -132,26 +121,17 @@ class _Staged:
         return self._work.is_completed()
 
 
-def run_schedule(
-    schedule: Schedule,
-    flat: torch.Tensor,
-    group: dist.ProcessGroup,
-    op: str = "sum",
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    timeout_s: float | None = None,
-) -> Traffic:
-    """Run this rank's schedule, in place on `flat`; returns what was moved.
+def run_schedule(schedule: Schedule, flat: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> None:
+    """Run this rank's schedule, in place on `flat`.
 
     flat: 1D and contiguous, of one length and dtype on every rank. op: sum, min, max or product, for what the
-    schedule calls "sum". Scratch: the summed part of ROUNDS_AHEAD + 1 rounds. timeout_s: for each message.
+    schedule calls "sum". Scratch: the summed part of ROUNDS_AHEAD + 1 rounds.
     The rank with the lower number is always the left operand, so both ends of an exchange get the same bits.
     """
     assert flat.dim() == 1 and flat.is_contiguous()
-    runner = _Runner(flat, group, op, chunk_bytes, timeout_s)
+    runner = _Runner(flat, group, op)
     for step in schedule:
         runner.run(step)
-    return runner.traffic
 
 
 class _Arrived(NamedTuple):
@@ -168,21 +148,12 @@ class _Round(NamedTuple):
     peers: list[int]
 
 
-@dataclass
 class _Runner:
-    flat: torch.Tensor
-    group: dist.ProcessGroup
-    op: str
-    chunk_bytes: int
-    timeout_s: float | None
-    traffic: Traffic = field(default_factory=Traffic)
-    _scratch: list[torch.Tensor] = field(default_factory=list)  # free ones, each as long as a piece
-
-    def __post_init__(self) -> None:
-        self.rank = self.group.rank()
+    def __init__(self, flat: torch.Tensor, group: dist.ProcessGroup, op: str) -> None:
+        self.flat, self.group, self.op, self.rank = flat, group, op, group.rank()
+        self._scratch: list[torch.Tensor] = []  # free ones, each as long as a piece
         # NCCL cuts and overlaps by itself, and each batch costs a kernel: there the whole step is one piece.
-        whole = self.flat.is_cuda or self.chunk_bytes <= 0
-        self.piece = max(1, self.flat.numel() if whole else self.chunk_bytes // self.flat.itemsize)
+        self.piece = max(1, flat.numel() if flat.is_cuda else CHUNK_BYTES // flat.itemsize)
 
     def run(self, step: Step) -> None:
         in_flight: deque[_Round] = deque()
@@ -192,7 +163,6 @@ class _Runner:
                 self._finish(in_flight.popleft())
         while in_flight:
             self._finish(in_flight.popleft())
-        self.traffic.steps += 1
 
     def _rounds(self, step: Step) -> int:
         ranges = [(m.start, m.stop) for m in step.sends] + [(m.start, m.stop) for m in step.receives]
@@ -214,13 +184,10 @@ class _Runner:
             place = target if scratch is None else scratch[: target.numel()]
             arrivals.append(_Arrived(incoming.peer, target, scratch))
             receives.append(Message(place, incoming.peer, TAG_SCHEDULE))
-            self.traffic.received_bytes += place.nbytes
         for outgoing in step.sends:
             part = self._cut(outgoing.start, outgoing.stop, number)
             if part is not None:
                 sends.append(Message(part, outgoing.peer, TAG_SCHEDULE))
-                self.traffic.sent_bytes += part.nbytes
-                self.traffic.messages += 1
         works = post(sends, receives, self.group)
         return _Round(works, arrivals, [message.peer for message in (*receives, *sends)])
 
@@ -228,7 +195,7 @@ class _Runner:
         # Wait for all works first: an exchange sums into the very elements that it sends.
         for work in this.works:
             peers = ", ".join(map(str, dict.fromkeys(this.peers)))
-            wait_for(work, f"a schedule's exchange with rank {peers} of the group", self.timeout_s)
+            wait_for(work, f"a schedule's exchange with rank {peers} of the group")
         for peer, target, scratch in this.arrivals:
             if scratch is None:
                 continue

@@ -122,30 +122,6 @@ def describe_tensor(fingerprint: int) -> str:
     return _tensor(unpack(fingerprint), None)
 
 
-def mismatch_message(
-    seq: int,
-    by_rank: Mapping[int, str],
-    op: str = "",
-    verb: str = "called",
-    asked: str = "run the same forward",
-) -> str:
-    """The sentence for a mismatch of call number `seq` of a group.
-
-    by_rank: what each rank did, in words; ranks with equal words are named together. op: the operation if all
-    ranks agree on it. asked: what the ranks should do, and perhaps did not.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank in sorted(by_rank):
-        ranks_of.setdefault(by_rank[rank], []).append(rank)
-    parts = [f"{rank_words(ranks)} {verb} {words}" if i == 0 else f"{rank_words(ranks)} {words}"
-             for i, (words, ranks) in enumerate(ranks_of.items())]  # fmt: skip
-    who = "both" if len(by_rank) == 2 else "all"
-    return (
-        f"{op or 'collective'} number {seq} differs between ranks: {', '.join(parts)}. "
-        f"Do {who} ranks {asked}?"
-    )
-
-
 def explain(seq: int, said: Mapping[int, Said]) -> str | None:
     """None if all ranks did the same, else the mismatch in words: only what differs, and the labels.
 
@@ -158,19 +134,23 @@ def explain(seq: int, said: Mapping[int, Said]) -> str | None:
     fields = {rank: unpack(each.fingerprint) for rank, each in said.items()}
     same_op = len({f.op for f in fields.values()}) == 1
     same_but_tensor = same_op and len({(f.reduce_op, f.root) for f in fields.values()}) == 1
-    by_rank: dict[int, str] = {}
-    for rank, each in said.items():
+    ranks_of: dict[str, list[int]] = {}  # those that did the same are named together
+    for rank, each in sorted(said.items()):
         text = (_tensor if same_but_tensor else words)(fields[rank], each.shape)
         if not same_way:
             text += f" with {each.way or 'neither schedule nor wire'}"
-        by_rank[rank] = f"{text} ({each.label})" if each.label else text
-    op = next(iter(fields.values())).op if same_op else ""
+        text += f" ({each.label})" if each.label else ""
+        ranks_of.setdefault(text, []).append(rank)
+    op = next(iter(fields.values())).op if same_op else "collective"
     asked = "run the same forward"
     if same_call:
         asked = "have the same IMECE_SCHEDULE, and give the same schedule, wire and parts"
     elif any(each.name for each in said.values()):
         asked = "run the same units in one order (units= says which: none that only some run, as experts)"
-    return mismatch_message(seq, by_rank, op=op, verb="sent" if same_but_tensor else "called", asked=asked)
+    (ranks, first), *others = [(rank_words(ranks), text) for text, ranks in ranks_of.items()]
+    parts = [f"{ranks} {'sent' if same_but_tensor else 'called'} {first}", *map(" ".join, others)]
+    who = "both" if len(said) == 2 else "all"
+    return f"{op} number {seq} differs between ranks: {', '.join(parts)}. Do {who} ranks {asked}?"
 
 
 def name_of(label: str) -> int:
