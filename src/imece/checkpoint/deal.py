@@ -18,11 +18,16 @@ class Slice:
     """One rank's contiguous part of a tensor that is spread over ranks; it may be empty."""
 
     tensor: torch.Tensor
-    """Of any shape, contiguous; read as flat."""
+    """Of any shape, contiguous unless it is the whole; read as flat."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     start: int
     """Its elements are [start, start + tensor.numel()) of the whole, flat."""
+
+    @classmethod
+    def of(cls, value: torch.Tensor | Slice) -> Slice:
+        """The slice itself, or one of a whole tensor."""
+        return value if isinstance(value, Slice) else cls(value, tuple(value.shape), 0)
 
 
 Tensors = Mapping[str, torch.Tensor | Slice]
@@ -92,11 +97,9 @@ def copy_into(buffer: torch.Tensor, tensors: Tensors, pieces: Sequence[Piece]) -
     end = 0
     for piece in pieces:
         start, end = end, end + piece.nbytes
-        value = tensors[piece.name]
-        source = value.tensor if isinstance(value, Slice) else value
-        offset = value.start if isinstance(value, Slice) else 0
-        target = buffer[start:end].view(source.dtype)
-        _copy(target, source, piece.start - offset, piece.stop - offset)
+        source = Slice.of(tensors[piece.name])
+        target = buffer[start:end].view(source.tensor.dtype)
+        _copy(target, source.tensor, piece.start - source.start, piece.stop - source.start)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, start: int, stop: int) -> None:

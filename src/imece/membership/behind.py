@@ -45,15 +45,15 @@ def catch_up(
     sends = group.rank() == root
     left_out = set() if frozen else state.frozen_names()
     own = state.own() if sends else {}
-    held = {name: _whole(value) for name, value in own.items() if name not in left_out}
-    table = [[name, str(each.dtype), list(each.shape)] for name, each in held.items()]
+    held = {name: Slice.of(value) for name, value in own.items() if name not in left_out}
+    table = [[name, str(each.tensor.dtype), list(each.shape)] for name, each in held.items()]
     said = gather_json(table, group, device, "names of the training state")[root]
     pieces = Pieces()
     for chunk in _chunks(said):
         nbytes = sum(each.nbytes for each in chunk)
         flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if sends:
-            parts = [held[each.name].reshape(-1).view(torch.uint8) for each in chunk]
+            parts = [held[each.name].tensor.detach().reshape(-1).view(torch.uint8) for each in chunk]
             torch.cat([part.to(device) for part in parts], out=flat)
         ops.broadcast(flat, root, group=group, label="training state for ranks that are behind")
         if receives:
@@ -61,10 +61,6 @@ def catch_up(
                 pieces.add(each.name, each.shape, 0, part.clone().view(each.dtype).cpu())
     if receives:
         state.load(pieces, frozen=frozen)
-
-
-def _whole(value: torch.Tensor | Slice) -> torch.Tensor:
-    return value.tensor.view(value.shape) if isinstance(value, Slice) else value.detach()
 
 
 def _chunks(table: Sequence[Sequence[Any]]) -> Iterator[list[_Sent]]:

@@ -83,16 +83,16 @@ class Copy:
         table, end, ends = [], 0, []
         for values in (held, still):
             for name, value in values.items():
-                tensor, shape, start = _parts(value)
-                table.append([name, str(tensor.dtype), shape, start, tensor.numel(), end])
-                end = _aligned(end + tensor.nbytes)
+                of = Slice.of(value)
+                table.append([name, str(of.tensor.dtype), of.shape, of.start, of.tensor.numel(), end])
+                end = _aligned(end + of.tensor.nbytes)
             ends.append(end)
         made = cls.blank(json.dumps(table).encode(), ends[0], end - ends[0], populate=True)
-        if any(_parts(value)[0].is_cuda for value in (*held.values(), *still.values())):
+        if any(Slice.of(value).tensor.is_cuda for value in (*held.values(), *still.values())):
             made.pin()
         made._moving = len(held)
         for value, target in zip(still.values(), made._slots[0][len(held) :], strict=True):
-            tensor = _parts(value)[0]
+            tensor = Slice.of(value).tensor
             made._still.append((tensor, tensor._version))
             target.copy_(tensor.reshape(-1))
         return made
@@ -143,7 +143,7 @@ class Copy:
             self._words[4] = step
             return False
         if held is not self._held:
-            sources = [_parts(value)[0].reshape(-1) for value in held.values()]
+            sources = [Slice.of(value).tensor.reshape(-1) for value in held.values()]
             kinds = [(name, source.dtype, len(source)) for name, source in zip(held, sources, strict=True)]
             moving = self._table[: self._moving]
             if kinds != [(piece.name, piece.dtype, piece.numel) for piece in moving]:
@@ -210,13 +210,6 @@ def table_of(raw: bytes) -> list[Piece]:
         Piece(name, DTYPES[dtype], tuple(shape), start, numel, offset)
         for name, dtype, shape, start, numel, offset in json.loads(raw)
     ]
-
-
-def _parts(value: Tensor | Slice) -> tuple[Tensor, tuple[int, ...], int]:
-    """(the elements that are there, the whole shape, the first element)."""
-    if isinstance(value, Slice):
-        return value.tensor, value.shape, value.start
-    return value, tuple(value.shape), 0
 
 
 def _bytes(flat: Tensor) -> np.ndarray:

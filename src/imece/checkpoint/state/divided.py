@@ -16,7 +16,7 @@ from imece.checkpoint.deal import Slice
 from imece.checkpoint.load import Source
 from imece.checkpoint.parts import part_name
 from imece.checkpoint.state.names import MODEL, OPTIMIZER
-from imece.checkpoint.state.staged import as_stage, place_of, share, unwrapped, whole
+from imece.checkpoint.state.staged import as_stage, place_of, share, unwrapped, written
 from imece.model_parallel.divided import Divided, divided_parameters
 
 _CHUNK = 4 << 20  # elements read at a time
@@ -53,7 +53,7 @@ def in_parts(
     for name, value in tensors.items():
         parameter = parameter_of(name)
         if parameter in divided and tuple(value.shape) == shapes[parameter]:
-            own = value if isinstance(value, Slice) else share(whole(value), data.rank(), data.size())
+            own = written(value, data.rank(), data.size())
             nothing = Slice(own.tensor.new_empty(0), own.shape, 0)
             of = divided[parameter]
             for at in range(of.count):

@@ -34,29 +34,28 @@ def place_of(model: nn.Module) -> Place | None:
     return place if isinstance(place, Place) else None
 
 
-def whole(tensor: Tensor) -> Slice:
-    """A slice of the whole tensor."""
-    return Slice(tensor.contiguous(), tuple(tensor.shape), 0)
-
-
 def share(value: Slice, index: int, count: int) -> Slice:
     """What one rank writes of a slice that several ranks have."""
     first, last = (value.tensor.numel() * at // count for at in (index, index + 1))
     return Slice(value.tensor.view(-1)[first:last], value.shape, value.start + first)
 
 
+def written(value: Tensor | Slice, index: int, count: int) -> Slice:
+    """What one rank writes of what it hands in: its slice, or a share of a tensor that several ranks have."""
+    return value if isinstance(value, Slice) else share(Slice.of(value.contiguous()), index, count)
+
+
 def of_all_stages(tensors: Mapping[str, Tensor | Slice], place: Place) -> dict[str, Tensor | Slice]:
     """What a rank of a cut model hands in. tensors: as if its part were all. All ranks call this."""
     mine = {
-        name: (str(tensor.dtype).removeprefix("torch."), list(value.shape))
+        name: (str(Slice.of(value).tensor.dtype).removeprefix("torch."), list(value.shape))
         for name, value in tensors.items()
-        for tensor in [value.tensor if isinstance(value, Slice) else value]
     }
     every = gather_json(mine, place.pipeline, place.device, "what stages save")
     before = set[str]().union(*every[: place.pipeline.rank()])  # shared ones are the first's
     found: dict[str, Tensor | Slice] = {}
     for name, value in tensors.items():
-        own = value if isinstance(value, Slice) else share(whole(value), place.rank, place.ranks)
+        own = written(value, place.rank, place.ranks)
         found[name] = own if name not in before else Slice(own.tensor.new_empty(0), own.shape, 0)
     for other in every:
         for name, (dtype, shape) in other.items():
