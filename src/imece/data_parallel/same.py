@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,20 @@ def check_same_shapes(
     """
     mine = [f"{name}: {_kind(each)}" for name, each in named]
     if texts := texts_that_differ(mine, group, device, "digest of the parameters"):
-        raise MismatchError(_first_difference(texts))
+        at, here = first_difference(texts, "no parameter")
+        counts = {rank: len(each) for rank, each in texts.items()}
+        have = f"; the ranks have {by_rank(counts)} parameters" if len(set(counts.values())) > 1 else ""
+        raise MismatchError(
+            f"DDP expects same model across all ranks, but parameter {at} is {by_rank(here)}{have}. "
+            f"Do all ranks build the same model?"
+        )
 
 
 def check_same_optimizers(mine: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
     """MismatchError unless all ranks have the same list. mine: what steps each parameter."""
     if texts := texts_that_differ(mine, group, device, "digest of the optimizers"):
-        rows = (dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True))
-        first = next(row for row in rows if len(set(row.values())) > 1)
-        raise MismatchError(f"the ranks' optimizers differ: {by_rank(first)}. Do all ranks make the same?")
+        _, here = first_difference(texts, "nothing")
+        raise MismatchError(f"the ranks' optimizers differ: {by_rank(here)}. Do all ranks make the same?")
 
 
 def texts_that_differ(
@@ -55,6 +61,14 @@ def texts_that_differ(
     ops.all_gather(digests, words, group=group, label=label)
     same = len({tuple(row) for row in digests.view(group.size(), -1).tolist()}) == 1
     return {} if same else of_ranks(group, gather_texts(mine, group, device))
+
+
+def first_difference(texts: Mapping[int, Sequence[str]], missing: str) -> tuple[int, dict[int, str]]:
+    """The index of the first text that is not the same on all ranks, and theirs by rank. texts: lists that
+    differ; missing: stands for the text of a rank that has no more."""
+    rows = zip_longest(*texts.values(), fillvalue=missing)
+    at, row = next((at, row) for at, row in enumerate(rows) if len(set(row)) > 1)
+    return at, dict(zip(texts, row, strict=True))
 
 
 def sync_from(
@@ -224,20 +238,6 @@ def _kind(tensor: torch.Tensor) -> str:
     strides = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
     frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}{frozen}"
-
-
-def _first_difference(texts: Mapping[int, list[str]]) -> str:
-    counts = {rank: len(text) for rank, text in texts.items()}
-    uneven = len(set(counts.values())) > 1
-    have = f"; the ranks have {by_rank(counts)} parameters" if uneven else ""
-    for at in range(max(counts.values())):
-        here = {rank: text[at] if at < len(text) else "no parameter" for rank, text in texts.items()}
-        if len(set(here.values())) > 1:
-            return (
-                f"DDP expects same model across all ranks, but parameter {at} is {by_rank(here)}{have}. "
-                f"Do all ranks build the same model?"
-            )
-    return "DDP expects same model across all ranks, but they differ. Do all ranks build the same model?"
 
 
 def by_rank(said: Mapping[int, object]) -> str:

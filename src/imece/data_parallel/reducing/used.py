@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 from imece.collectives.texts import gather_texts, of_ranks
-from imece.data_parallel.same import by_rank
+from imece.data_parallel.same import by_rank, first_difference
 from imece.errors import MismatchError
 
 _DIGEST_BYTES = 4
@@ -147,10 +146,9 @@ class Used:
         """The index of the first text that is not the same on all ranks that have some, and theirs
         by rank."""
         texts = gather_texts(mine, self._group, self._device, label)
-        said = {rank: each for rank, each in of_ranks(self._group, texts).items() if each}
-        rows = zip_longest(*said.values(), fillvalue="none")
-        at, row = next((at, row) for at, row in enumerate(rows) if len(set(row)) > 1)
-        return at, dict(zip(said, row, strict=True))
+        return first_difference(
+            {rank: each for rank, each in of_ranks(self._group, texts).items() if each}, "none"
+        )
 
     def give_up(self) -> None:
         """Nobody will ask for what is under way."""

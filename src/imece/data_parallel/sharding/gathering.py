@@ -41,8 +41,6 @@ from imece.data_parallel.reducing.way import HIERARCHICAL
 from imece.data_parallel.sharding.units import State, Unit, Wanted
 from imece.data_parallel.strategy import Strategy
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
 
 @dataclass(frozen=True)
 class GatherOptions:
@@ -270,7 +268,7 @@ class Gathering:
         the unit."""
         if at_end and not self._ending:
             self._ending = True
-            _queue_callback(self._end)
+            task.at_end(self._end)
         with temporarily_clear_interpreter_stack():  # torch.func's transforms let nobody write into units
             unit.gather(self._group, self._schedule)
             for each in then:
