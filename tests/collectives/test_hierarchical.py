@@ -27,8 +27,13 @@ from tests.collectives.sent import sent_by
 from tests.collectives.test_wire import HALF_UNIT, bits, noise
 from tests.ranks import run_ranks
 
-SMALL = 8 * 1024  # bytes of a chunk, so that a little has many
 INTERLEAVED = {4: "abab", 6: "abcbca"}  # by rank the host; of six, torch's groups have hosts in two orders
+
+
+def small(call: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Makes a call in chunks of 8 KiB, so that a little has many."""
+    with mock.patch.multiple(hierarchical, CHUNK_BYTES=8 * 1024, LEAST_BYTES=0):
+        return call(*arguments)
 
 
 def on_hosts(world_size: int, each: int) -> Callable[[int], dict[str, str]]:
@@ -135,7 +140,7 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
                 parts = [(3 * noise(each, numel)).to(dtype) for each in range(world_size)]
                 exact = exact_of(parts, op)
                 got = strided(parts[rank])
-                hierarchical.all_reduce(got, groups, op, chunk_bytes=SMALL)
+                small(hierarchical.all_reduce, got, groups, op)
                 what = f"{op} of {dtype}[{numel}]"
                 torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
                 whole = parts[rank].clone()
@@ -143,10 +148,10 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
                 assert pending.wait(30) is whole
                 torch.testing.assert_close(whole.double(), exact.double(), rtol=1e-5, atol=1e-5, msg=what)
                 shared = imece.shared_empty(numel, dtype).copy_(parts[rank])
-                hierarchical.all_reduce(shared, groups, op, chunk_bytes=SMALL)
+                small(hierarchical.all_reduce, shared, groups, op)
                 assert torch.equal(shared, got), f"{what}: shared memory changes the bits"
                 mixed = parts[rank].clone() if rank == 0 else shared.copy_(parts[rank])
-                hierarchical.all_reduce(mixed, groups, op, chunk_bytes=SMALL)
+                small(hierarchical.all_reduce, mixed, groups, op)
                 assert torch.equal(mixed, got), f"{what}: one rank's ordinary memory changes the bits"
                 hashes += [bits(got), bits(whole)]
                 cases += 4
@@ -155,11 +160,11 @@ def reduce_over_hosts(hosts: int) -> dict[str, Any]:
             size = torch.stack([noise(each, numel) for each in range(world_size)]).double().abs().sum(0)
             scale = world_size if op == "avg" else 1
             got = noise(rank, numel)
-            hierarchical.all_reduce(got, groups, op, wire="bf16", chunk_bytes=SMALL)
+            small(hierarchical.all_reduce, got, groups, op, "bf16")
             error = (got.double() * scale - exact).abs()
             assert bool((error <= 2.02 * HALF_UNIT * size + 1e-6).all()), f"bf16 {op} of [{numel}]"
             shared = imece.shared_empty(numel).copy_(noise(rank, numel))
-            hierarchical.all_reduce(shared, groups, op, wire="bf16", chunk_bytes=SMALL)
+            small(hierarchical.all_reduce, shared, groups, op, "bf16")
             assert torch.equal(shared, got), f"bf16 {op} of [{numel}]: shared memory changes the bits"
             again = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="bf16")
             in_bytes = ops.all_reduce(noise(rank, numel), op, schedule="hierarchical", wire="int8")
@@ -227,7 +232,7 @@ def scatters(
     own = slice(rank * numel, (rank + 1) * numel)
     what = f"{op} of {dtype}[{world_size} x {numel}], wire {wire}"
     whole = given.clone()
-    hierarchical.all_reduce(whole, groups, op, wire, chunk_bytes=SMALL)
+    small(hierarchical.all_reduce, whole, groups, op, wire)
     expected = whole[own]
     if dtype in (torch.float64, torch.int64):
         exact = exact_of([values(each, world_size * numel, dtype) for each in range(world_size)], op)
@@ -242,11 +247,11 @@ def scatters(
 
     for where, tensor in memories(given, rank):
         got = strided(torch.zeros(numel, dtype=dtype)) if where == "ordinary" else tensor.new_empty(numel)
-        hierarchical.reduce_scatter(got, tensor, groups, op, wire, chunk_bytes=SMALL)
+        small(hierarchical.reduce_scatter, got, tensor, groups, op, wire)
         assert as_expected(got), f"{what}: not the bits of all_reduce in {where} memory"
         assert torch.equal(tensor, given), f"{what}: the input has changed in {where} memory"
         if where in ("shared", "mixed"):
-            result = hierarchical.reduce_scatter(tensor[own], tensor, groups, op, wire, chunk_bytes=SMALL)
+            result = small(hierarchical.reduce_scatter, tensor[own], tensor, groups, op, wire)
             assert torch.equal(result, got), f"{what}: in place it differs in {where} memory"
         cases += 1
     pending = ops.reduce_scatter(got, tensor, op, schedule="hierarchical", wire=wire, async_op=True)
@@ -262,14 +267,14 @@ def sums_rows(
     rank, size, place, cases = mesh.rank, groups.host.size(), groups.host.rank(), 0
     given, own = values(rank, size * numel, dtype), slice(place * numel, (place + 1) * numel)
     what = f"{op} of {dtype}[{size} x {numel}], wire {wire}"
-    expected = hierarchical.all_reduce(given.clone(), groups, op, wire, chunk_bytes=SMALL)[own]
+    expected = small(hierarchical.all_reduce, given.clone(), groups, op, wire)[own]
     for where, tensor in memories(given, rank):
         got = strided(torch.zeros(numel, dtype=dtype)) if where == "ordinary" else tensor.new_empty(numel)
-        assert hierarchical.sum_of_rows(got, tensor, groups, op, wire, chunk_bytes=SMALL) is got
+        assert small(hierarchical.sum_of_rows, got, tensor, groups, op, wire) is got
         assert torch.equal(got, expected), f"{what}: not the bits of all_reduce in {where} memory"
         assert torch.equal(tensor, given), f"{what}: the input has changed in {where} memory"
         if where in ("shared", "mixed"):
-            result = hierarchical.sum_of_rows(tensor[own], tensor, groups, op, wire, chunk_bytes=SMALL)
+            result = small(hierarchical.sum_of_rows, tensor[own], tensor, groups, op, wire)
             assert torch.equal(result, expected), f"{what}: in place it differs in {where} memory"
             tensor[own] = given[own]
             assert torch.equal(tensor, given), f"{what}: other slices have changed in {where} memory"
@@ -292,12 +297,12 @@ def gathers(mesh: Mesh, groups: HostGroups, numel: int, dtype: torch.dtype) -> i
     memory = memories(torch.zeros(world_size * numel, dtype=dtype), rank)
     for (where, place), beside in itertools.product(memory, (0, hierarchical.BESIDE_BYTES)):
         with mock.patch.object(hierarchical, "BESIDE_BYTES", beside):
-            assert hierarchical.all_gather(place.zero_(), parts[rank], groups, chunk_bytes=SMALL) is place
+            assert small(hierarchical.all_gather, place.zero_(), parts[rank], groups) is place
             assert torch.equal(place, expected), f"{what} in {where} memory"
             mine = place[own].clone()
             place.zero_()
             place[own].copy_(mine)
-            hierarchical.all_gather(place, place[own], groups, chunk_bytes=SMALL)
+            small(hierarchical.all_gather, place, place[own], groups)
             assert torch.equal(place, expected), f"{what}: in place it differs in {where} memory"
         cases += 1
     out = torch.zeros(world_size, numel, dtype=dtype)

@@ -42,12 +42,7 @@ LANE_CHUNKS_AHEAD = 3  # in a lane, whose thread waits for a core between chunks
 
 
 def all_reduce(
-    tensor: torch.Tensor,
-    hosts: HostGroups,
-    op: str = "sum",
-    wire: str | None = None,
-    *,
-    chunk_bytes: int | None = None,
+    tensor: torch.Tensor, hosts: HostGroups, op: str = "sum", wire: str | None = None
 ) -> torch.Tensor:
     """In place; every rank gets the same bits.
 
@@ -69,7 +64,7 @@ def all_reduce(
         chunks = [
             Chunk(hosts, peers, buffer[start:stop], [each[start:stop] for each in in_host], cut, base, wire,
                   whole=buffer[start:stop])
-            for start, stop in pieces(even, _length(buffer, hosts, chunk_bytes, parts, wire) * world_size)
+            for start, stop in pieces(even, _length(buffer, hosts, parts, wire) * world_size)
         ]  # fmt: skip
         # Every chunk has equal parts; the remainder makes a padded one.
         tail = buffer.new_zeros(world_size) if even < buffer.numel() else None
@@ -84,13 +79,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    out: torch.Tensor,
-    tensor: torch.Tensor,
-    hosts: HostGroups,
-    op: str = "sum",
-    wire: str | None = None,
-    *,
-    chunk_bytes: int | None = None,
+    out: torch.Tensor, tensor: torch.Tensor, hosts: HostGroups, op: str = "sum", wire: str | None = None
 ) -> torch.Tensor:
     """Put slice r of the reduced `tensor`, in flat order, into `out` on rank r of all; the same bits
     as all_reduce.
@@ -108,7 +97,7 @@ def reduce_scatter(
         chunks = [
             Chunk(hosts, peers, buffer, in_host, _cut(hosts, place.numel(), start, stop), base, wire)
             .reduce_scatter(place[start:stop])
-            for start, stop in pieces(place.numel(), _length(buffer, hosts, chunk_bytes, wire=wire))
+            for start, stop in pieces(place.numel(), _length(buffer, hosts, wire=wire))
         ]  # fmt: skip
         _pipeline(chunks, hosts)
         _close(in_host, hosts.host)
@@ -116,13 +105,7 @@ def reduce_scatter(
 
 
 def sum_of_rows(
-    out: torch.Tensor,
-    tensor: torch.Tensor,
-    hosts: HostGroups,
-    op: str = "sum",
-    wire: str | None = None,
-    *,
-    chunk_bytes: int | None = None,
+    out: torch.Tensor, tensor: torch.Tensor, hosts: HostGroups, op: str = "sum", wire: str | None = None
 ) -> torch.Tensor:
     """Put slice p of the reduced `tensor`, in flat order, into `out` on the ranks with place p of every host.
 
@@ -137,7 +120,7 @@ def sum_of_rows(
         target = _place_for(out, buffer)
         peers, in_host, own = hosts.peers, _open(buffer, hosts), hosts.host.rank()
         parts = _parts(peers)
-        length = _length(buffer, hosts, chunk_bytes, parts, wire) * len(peers)
+        length = _length(buffer, hosts, parts, wire) * len(peers)
         even, rest = numel - numel % parts, numel % parts
 
         def cut_at(start: int, stop: int) -> Cut:
@@ -163,12 +146,7 @@ def sum_of_rows(
 
 
 def all_gather(
-    out: torch.Tensor,
-    tensor: torch.Tensor,
-    hosts: HostGroups,
-    *,
-    offered: torch.Tensor | None = None,
-    chunk_bytes: int | None = None,
+    out: torch.Tensor, tensor: torch.Tensor, hosts: HostGroups, *, offered: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Put every rank's `tensor`, in the order of all ranks, into `out` on every rank.
 
@@ -197,7 +175,7 @@ def all_gather(
                 put_own(place)
             chunks = [
                 Chunk(hosts, hosts.peers, place, in_host, _cut(hosts, numel, start, stop)).all_gather()
-                for start, stop in pieces(numel, _length(place, hosts, chunk_bytes))
+                for start, stop in pieces(numel, _length(place, hosts))
             ]
             _pipeline(chunks, hosts)
         _close(in_host, hosts.host)
@@ -264,14 +242,11 @@ def _parts(peers: Sequence[int]) -> int:
     return 1 if len(peers) == 2 else len(peers)
 
 
-def _length(
-    tensor: torch.Tensor, hosts: HostGroups, chunk_bytes: int | None, parts: int = 0, wire: str | None = None
-) -> int:
+def _length(tensor: torch.Tensor, hosts: HostGroups, parts: int = 0, wire: str | None = None) -> int:
     """Elements of one rank's part of a chunk, whose bytes are counted as they are sent: it is a message's
     handling that keeps chunks from being small. parts: those of a row that is summed and gathered again."""
-    if chunk_bytes is None:
-        in_lane = AT_ONCE_CHUNK_BYTES if 0 < parts < hosts.cross.size() else LANE_CHUNK_BYTES
-        chunk_bytes = max(in_lane if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
+    in_lane = AT_ONCE_CHUNK_BYTES if 0 < parts < hosts.cross.size() else LANE_CHUNK_BYTES
+    chunk_bytes = max(in_lane if hosts.lane else CHUNK_BYTES, LEAST_BYTES * hosts.world_size)
     itemsize = tensor.itemsize if wire is None else FORMATS[wire].itemsize
     return max(1, chunk_bytes // itemsize // hosts.world_size)
 
