@@ -42,7 +42,6 @@ class Case:
 
     items: tuple[Item, ...]
     cap_bytes: int | list[int]
-    first_bytes: int | None
     shards: int
     align_bytes: int
     order: list[int] | None
@@ -56,8 +55,6 @@ class Case:
 
     def cap(self, k: int) -> int:
         """The cap of bucket k of its kind."""
-        if k == 0 and self.first_bytes is not None:
-            return self.first_bytes
         return self.cap_bytes if isinstance(self.cap_bytes, int) else self.cap_bytes[: k + 1][-1]
 
 
@@ -79,7 +76,6 @@ def cases(draw: st.DrawFn) -> Case:
     caps = st.integers(1, 200)
     given: dict[str, Any] = {
         "cap_bytes": draw(caps | st.lists(caps, min_size=1, max_size=3)),
-        "first_bytes": draw(st.none() | caps),
         "shards": draw(st.integers(1, 5)),
         "align_bytes": draw(st.sampled_from([8, 16, 24, 64])),
         "order": draw(st.none() | st.permutations(range(len(items)))),
@@ -231,7 +227,7 @@ GPT = [
 
 
 def test_a_small_gpt_on_four_ranks() -> None:
-    built = build(GPT, cap_bytes=100_000, first_bytes=20_000, shards=4)
+    built = build(GPT, cap_bytes=[20_000, 100_000], shards=4)
     assert contents(built) == [[8, 7, 6], [5, 4, 3], [2, 1, 0]]
     first, second, third = built.buckets
     assert first.places == (Place(8, 0, 1), Place(7, 1, 65), Place(6, 65, 16449))
@@ -253,23 +249,11 @@ def test_a_small_gpt_on_four_ranks() -> None:
 def test_each_cap_of_a_list_and_the_last_again() -> None:
     halves = [item(f"p{i}", 8) for i in range(8)]  # 32 bytes each
     assert contents(build(halves, cap_bytes=[1, 64], order=range(8))) == [[0], [1, 2], [3, 4], [5, 6], [7]]
-    assert contents(build(halves, cap_bytes=[1, 64], first_bytes=96, order=range(8))) == [
-        [0, 1, 2],
-        [3, 4],
-        [5, 6],
-        [7],
-    ]
-    assert contents(build(halves, cap_bytes=[96], first_bytes=1, order=range(8))) == [
-        [0],
-        [1, 2, 3],
-        [4, 5, 6],
-        [7],
-    ]
 
 
 def test_each_kind_has_its_own_first_bucket() -> None:
     mixed = [item(f"p{i}", 8, group=i % 2) for i in range(8)]
-    built = build(mixed, cap_bytes=64, first_bytes=1, order=range(8))
+    built = build(mixed, cap_bytes=[1, 64], order=range(8))
     assert contents(built) == [[0], [1], [2, 4], [3, 5], [6], [7]]
     assert [bucket.group for bucket in built.buckets] == [0, 1, 0, 1, 0, 1]
 
@@ -463,9 +447,8 @@ def test_more_ranks_than_items() -> None:
             "x has itemsize 2 in 'a' and 4 in 'b'; a dtype has one",
         ),
         ([item("a")], {"cap_bytes": 0}, "cap_bytes is 0; a bucket's cap must be at least 1 byte"),
-        ([item("a")], {"cap_bytes": [5, -2]}, "cap_bytes[1] is -2; a bucket's cap must be at least 1 byte"),
-        ([item("a")], {"cap_bytes": []}, "cap_bytes is empty; it must hold at least one cap"),
-        ([item("a")], {"first_bytes": 0}, "first_bytes is 0; a bucket's cap must be at least 1 byte"),
+        ([item("a")], {"cap_bytes": [5, -2]}, "cap_bytes is [5, -2]; a bucket's cap must be at least 1 byte"),
+        ([item("a")], {"cap_bytes": []}, "cap_bytes is []; a bucket's cap must be at least 1 byte"),
         ([item("a")], {"shards": 0}, "shards is 0; it must be at least 1"),
         ([item("a")], {"align_bytes": 0}, "align_bytes is 0; it must be at least 1"),
         (
@@ -494,7 +477,7 @@ def test_what_build_refuses(items: list[Item], changes: dict[str, Any], message:
 
 
 def test_a_rank_or_range_that_does_not_exist() -> None:
-    built = build(GPT, cap_bytes=100_000, first_bytes=20_000, shards=4)
+    built = build(GPT, cap_bytes=[20_000, 100_000], shards=4)
     bucket = built.buckets[0]
     for rank in (-1, 4):
         with pytest.raises(IndexError, match=f"bucket 0 has no shard {rank}: its 4 shards .* from 0 to 3"):

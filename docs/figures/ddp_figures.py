@@ -46,7 +46,7 @@ def draw_buckets(path: Path) -> None:
         layout.Item(name, tuple(each.shape), "float32", 4)
         for name, each in new_decoder(REFERENCE).named_parameters()
     ]
-    buckets = layout.build(items, cap_bytes=CAP_MB * MIB, first_bytes=MIB).buckets
+    buckets = layout.build(items, cap_bytes=[MIB, CAP_MB * MIB]).buckets
     total = sum(item.nbytes for item in items)
     gap = 0.018 * total
     starts = [float(sum(item.nbytes for item in items[:index])) for index in range(len(items) + 1)]

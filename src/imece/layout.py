@@ -134,7 +134,6 @@ def build(
     items: Sequence[Item],
     *,
     cap_bytes: int | Sequence[int],
-    first_bytes: int | None = None,
     shards: int = 1,
     align_bytes: int = 64,
     item_align_bytes: int = 1,
@@ -148,8 +147,7 @@ def build(
     Items of equal (dtype, device, group) fill one bucket until they have cap_bytes or more; then the next
     bucket begins. So a bucket may exceed its cap by one item, and an item larger than the cap gets no bucket
     of its own if one is already begun. If cap_bytes is a sequence, the k-th bucket of each (dtype, device,
-    group) has cap_bytes[k], and the last entry repeats. first_bytes replaces cap_bytes[0]. Padding does not
-    count towards the cap.
+    group) has cap_bytes[k], and the last entry repeats. Padding does not count towards the cap.
 
     Buckets are numbered by when their last item comes in `order`: if gradients come in that order, bucket i
     is complete before bucket i + 1.
@@ -173,7 +171,9 @@ def build(
     """
     items = tuple(items)
     order = range(len(items))[::-1] if order is None else order
-    caps = _caps(cap_bytes, first_bytes)
+    caps = [cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
+    if min(caps, default=0) < 1:
+        raise ValueError(f"cap_bytes is {cap_bytes}; a bucket's cap must be at least 1 byte")
     if shards < 1:
         raise ValueError(f"shards is {shards}; it must be at least 1")
     _check_items(items, align_bytes)
@@ -262,24 +262,6 @@ def _bucket(
         numel=length * len(dealt),
         shards=shards,
     )
-
-
-def _caps(cap_bytes: int | Sequence[int], first_bytes: int | None) -> list[int]:
-    """The caps of the first, second, ... bucket of each (dtype, device, group); the last one repeats."""
-    if isinstance(cap_bytes, Sequence):
-        named = {f"cap_bytes[{k}]": cap for k, cap in enumerate(cap_bytes)}
-        if not named:
-            raise ValueError("cap_bytes is empty; it must hold at least one cap")
-    else:
-        named = {"cap_bytes": cap_bytes}
-    caps = list(named.values())
-    if first_bytes is not None:
-        named["first_bytes"] = first_bytes
-        caps = [first_bytes, *(caps[1:] or caps)]
-    for name, cap in named.items():
-        if cap < 1:
-            raise ValueError(f"{name} is {cap}; a bucket's cap must be at least 1 byte")
-    return caps
 
 
 def _check_items(items: Sequence[Item], align_bytes: int) -> None:

@@ -48,7 +48,7 @@ from imece.data_parallel.reducing.way import (
     has_spare_core,
     leave_together,
 )
-from imece.data_parallel.reducing.whole import Caps, WholeGradients
+from imece.data_parallel.reducing.whole import WholeGradients
 from imece.data_parallel.regroup import Kept, make_usable, release, wanting_gradients
 from imece.data_parallel.same import (
     apart_by_writes,
@@ -653,13 +653,15 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     def _make_gradients(self) -> Gradients:
         """Where gradients lie among these ranks."""
-        caps = Caps(
-            self.bucket_bytes_cap_list or self.bucket_bytes_cap,
-            FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
-            self._choose_cap,
+        first = [FIRST_BUCKET_BYTES] if self.bucket_bytes_cap_default else []
+        return WholeGradients(
+            self._trained,
+            self.process_group,
+            self.bucket_bytes_cap_list or [*first, self.bucket_bytes_cap],
+            choose_cap=self._choose_cap,
+            schedule=self._way.schedule,
+            wire=self._way.wire,
         )
-        schedule, wire = self._way.schedule, self._way.wire
-        return WholeGradients(self._trained, self.process_group, caps, schedule=schedule, wire=wire)
 
     def _suspicion(self) -> Suspicion | None:
         """What the first backward has to find out: with find_unused_parameters ranks use different

@@ -10,7 +10,6 @@ nobody else gets, and `.grad` are views of a second storage on the same memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,17 +27,6 @@ from imece.data_parallel.reducing.cap import cap_over
 _ALIGN_BYTES = 64
 
 
-@dataclass(frozen=True)
-class Caps:
-    """When buckets are closed."""
-
-    cap_bytes: int | Sequence[int]
-    first_bytes: int | None
-    """The cap of the first bucket; None: as the others."""
-    choose: bool = False
-    """cap_bytes is for the first backward only; then cap.py chooses another."""
-
-
 class WholeGradients(Gradients):
     """All gradients on every rank, summed by all-reduce in place."""
 
@@ -48,20 +36,23 @@ class WholeGradients(Gradients):
         self,
         named: Sequence[tuple[str, torch.Tensor]],
         group: dist.ProcessGroup,
-        caps: Caps,
+        caps_bytes: Sequence[int],
         *,
+        choose_cap: bool,
         schedule: str | None,
         wire: str | None,
     ) -> None:
-        """named: in registration order, the same on all ranks. schedule, wire: as for ops.all_reduce."""
+        """named: in registration order, the same on all ranks. caps_bytes: of the first, second, ... bucket;
+        the last one repeats. choose_cap: that one is for the first backward only; then cap.py chooses
+        another. schedule, wire: as for ops.all_reduce."""
         self._items = [
             layout.Item(name, tuple(each.shape), _dtype(each), each.itemsize, str(each.device))
             for name, each in named
         ]
         self._parameters = [parameter for _, parameter in named]
         self._numels = [item.numel for item in self._items]
-        self._group, self._schedule, self._wire, self._caps = group, schedule, wire, caps
-        self.cap_bytes = caps.cap_bytes
+        self._group, self._schedule, self._wire = group, schedule, wire
+        self.caps_bytes, self._choose_cap = caps_bytes, choose_cap
         # Ranks of this host reduce in place, so memory on the CPU must be shared.
         self._shared = isinstance(group, SharedMemoryGroup) or schedule == "hierarchical"
         self.may_be_posted = schedule is None and wire is None
@@ -166,14 +157,14 @@ class WholeGradients(Gradients):
         seen = set(came)
         order = [*came, *(at for at in reversed(range(len(self.slots))) if at not in seen)]
         cap, device = 0, self.all[0].flat.device
-        if self._caps.choose:
+        if self._choose_cap:
             links = links_of(self._group, device)
-            cap = cap_over(links, self._schedule or "native", arrivals, self._caps.first_bytes, overlap)
+            cap = cap_over(links, self._schedule or "native", arrivals, self.caps_bytes[0], overlap)
         agreed = torch.tensor([cap, *order], dtype=torch.int64, device=host_device(self._group, device))
         ops.broadcast(agreed, 0, group=self._group, label="order of gradients")
         cap, *order = agreed.tolist()
         if cap:
-            self.cap_bytes = cap
+            self.caps_bytes = [self.caps_bytes[0], cap]
         with torch.no_grad():
             self._lay(order)
 
@@ -186,9 +177,8 @@ class WholeGradients(Gradients):
     def _lay(self, order: Sequence[int] | None) -> None:
         """Make buckets and views for this order of parameters. Gradients in old views move over."""
         self.layout = layout.build(
-            self._items, cap_bytes=self.cap_bytes, first_bytes=self._caps.first_bytes, order=order,
-            align_bytes=_ALIGN_BYTES,
-        )  # fmt: skip
+            self._items, cap_bytes=self.caps_bytes, order=order, align_bytes=_ALIGN_BYTES
+        )
         here = {memory.untyped_storage().data_ptr() for memory in self._all_memory().values()}
         moving = [
             (slot, grad.clone())
