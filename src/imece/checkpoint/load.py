@@ -8,7 +8,6 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ from imece.checkpoint.manifest import (
     file_name,
     header,
 )
-from imece.checkpoint.parts import Parts, whole_and_parts
+from imece.checkpoint.parts import whole_and_parts
 from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
 from imece.writing import NOT_ALLOWED
@@ -53,7 +52,6 @@ class Source(Protocol):
     def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None: ...
 
 
-@dataclass(frozen=True)
 class Saved:
     """One checkpoint on disk. Tensors are read when asked for, into new memory.
 
@@ -61,24 +59,20 @@ class Saved:
     Files stay open: the run that wrote them may go on, and remove them at any moment.
     """
 
-    folder: Path
-    step: int
-    state: Json
-    rank_states: list[Any]
-    """One state of each rank that saved."""
-    metric: float | None
-    _manifest: Manifest = field(repr=False)
-    _opened: dict[int, int] = field(
-        default_factory=dict, repr=False
-    )  # rank -> descriptor of its file, if it stays open
-    _kinds: dict[str, Kind] = field(init=False, repr=False, compare=False)  # of whole tensors
-    _parts: dict[str, Parts] = field(init=False, repr=False, compare=False)  # of those that are in parts
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.step, self.metric = folder, manifest.step, manifest.metric
+        self.state: Json = manifest.state
+        self.rank_states: list[Any] = list(manifest.rank_states)
+        """One state of each rank that saved."""
+        self.attempt = manifest.attempt
+        """A name that no two checkpoints share, even of one step."""
+        self._manifest = manifest
+        self._kinds, self._parts = whole_and_parts(manifest.kinds)
+        self._opened: dict[int, int] = {}  # rank -> descriptor of its file, if it stays open
         weakref.finalize(self, _close, self._opened)
-        kinds, parts = whole_and_parts(self._manifest.kinds)
-        object.__setattr__(self, "_kinds", kinds)
-        object.__setattr__(self, "_parts", parts)
+
+    def __repr__(self) -> str:
+        return f"Saved({str(self.folder)!r}, step {self.step})"
 
     def names(self) -> list[str]:
         return list(self._kinds)
@@ -90,11 +84,6 @@ class Saved:
     def dtype(self, name: str) -> torch.dtype:
         """UserError if there is no tensor of this name."""
         return DTYPES[self._kind(name).dtype]
-
-    @property
-    def attempt(self) -> str:
-        """A name that no two checkpoints share, even of one step."""
-        return self._manifest.attempt
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU. UserError if there is none of this name, or a file cannot be read."""
@@ -249,9 +238,7 @@ def open_checkpoint(folder: Path | str, *, verify: bool = True) -> Saved:
     promised = files.step_of(folder)
     if promised is not None and promised != manifest.step:
         raise _damaged(folder / MANIFEST, f"it is of step {manifest.step}")
-    saved = Saved(
-        folder, manifest.step, manifest.state, list(manifest.rank_states), manifest.metric, manifest
-    )
+    saved = Saved(folder, manifest)
     saved.check(verify)
     return saved
 

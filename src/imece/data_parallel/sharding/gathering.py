@@ -51,7 +51,7 @@ class GatherOptions:
     reshard_after_forward: bool = True
     """False: units gathered by forward stay for backward; more memory, one gather less."""
     in_flight: int | None = None
-    """Units gathered at a time in forward, including those that are coming; at least 1. None: see way.py."""
+    """Units gathered at a time in forward, with those that are coming; at least 1. None: `units_at_once`."""
     always: bool = False
     """Gather even if the ranks share memory, where nothing needs to be gathered."""
 
