@@ -447,6 +447,8 @@ def test_ranks_that_were_not_like_the_others(tmp_path: Path) -> None:
     source = Page(write_report(tmp_path)).source
     assert source.count("rank 2 is slow in backward: 310 ms, the others 105 ms") == 1
     assert source.count("of rank 1 differed from that of 2 others") == 1 and EVIL not in source
+    write(tmp_path, [record(step, drift="seen", skipped="NaN") for step in range(1, 104)])
+    assert Page(write_report(tmp_path)).text.count("And 3 more.") == 2, "of skipped steps too"
     write(tmp_path, records[:3])
     assert "not like the others" not in Page(write_report(tmp_path)).source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _PARTS = {
     "other": "other",
 }
 _MOST_AREAS = 240  # pieces of the stacked chart
-_MOST_SKIPPED = 100  # rows
+_MOST_ROWS = 100  # of a table of steps
 # The page's colours that are told apart best, for sources.
 _LINES = ("main", "exposed", "data", "optimizer", "beside", "copy", "forward", "other")
 
@@ -260,22 +260,8 @@ def _time_table(files: RunFiles, parts: dict[str, Curve]) -> str:
 
 
 def _skipped(files: RunFiles) -> str:
-    skipped = [record for record in files.records if record.get("skipped")]
-    if not skipped:
-        return ""
-    rows = [
-        f'<tr><td class="number">{record["step"]:,}</td><td>{_text(record["skipped"])}</td></tr>'
-        for record in skipped[:_MOST_SKIPPED]
-    ]
-    more = (
-        f'<p class="note">And {len(skipped) - _MOST_SKIPPED:,} more.</p>'
-        if len(skipped) > _MOST_SKIPPED
-        else ""
-    )
-    return (
-        f'<h2>Skipped steps</h2>\n<div class="card"><table class="wide"><tr><th class="number">step</th>'
-        f"<th>why no update was made</th></tr>{''.join(rows)}</table>{more}</div>"
-    )
+    rows = [(record["step"], record["skipped"]) for record in files.records if record.get("skipped")]
+    return _by_step("Skipped steps", "why no update was made", rows)
 
 
 def _watched(files: RunFiles) -> str:
@@ -289,15 +275,20 @@ def _watched(files: RunFiles) -> str:
             own, others = milliseconds(record["slowest_s"]), milliseconds(record["others_s"])
             rows.append((record["step"], f"rank {slow[0]} is slow in {slow[1]}: {own}, the others {others}"))
         before = slow
+    return _by_step("Ranks that were not like the others", "what was seen", rows)
+
+
+def _by_step(title: str, what: str, rows: Sequence[tuple[int, str]]) -> str:
+    """A table of (step, text)s."""
     if not rows:
         return ""
     cells = "".join(
-        f'<tr><td class="number">{step:,}</td><td>{_text(what)}</td></tr>'
-        for step, what in rows[:_MOST_SKIPPED]
+        f'<tr><td class="number">{step:,}</td><td>{_text(text)}</td></tr>' for step, text in rows[:_MOST_ROWS]
     )
+    more = f'<p class="note">And {len(rows) - _MOST_ROWS:,} more.</p>' if len(rows) > _MOST_ROWS else ""
     return (
-        '<h2>Ranks that were not like the others</h2>\n<div class="card"><table class="wide">'
-        f'<tr><th class="number">step</th><th>what was seen</th></tr>{cells}</table></div>'
+        f'<h2>{title}</h2>\n<div class="card"><table class="wide">'
+        f'<tr><th class="number">step</th><th>{what}</th></tr>{cells}</table>{more}</div>'
     )
 
 
