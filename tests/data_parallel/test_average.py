@@ -385,6 +385,10 @@ def mistakes(group: dist.ProcessGroup) -> None:
     for count in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"number of samples, not over {count}"):
             model.weigh(torch.tensor(1.0), count)
+    wrong: list[Any] = [(torch.tensor(1.0), "3"), (torch.tensor(1.0), None), (3, torch.tensor(1.0))]
+    for loss, of in wrong:
+        with pytest.raises(TypeError, match=r"weigh\(loss, count\): a tensor and a number of samples, not"):
+            model.weigh(loss, of)
     with pytest.raises(ValueError, match=r"how many samples.*weigh"):
         functional.cross_entropy(model(x), y).backward()
     for step in range(2):  # a right step after it

@@ -870,6 +870,13 @@ def what_one_rank_alone_writes(group: dist.ProcessGroup) -> None:
             with model.gathered(write=True), torch.no_grad():
                 weight.fill_(1.0)
         model(torch.ones(2, 8)).sum().backward()
+    module = nn.Linear(8, 6)
+    model, _ = parallelize(module, AdamW(module.parameters()), "zero1", group)
+    with pytest.raises(MismatchError, match=r"written by load_state_dict, which all ranks call\)"):
+        if first:
+            model.load_state_dict({f"module.{name}": each + 1 for name, each in module.state_dict().items()})
+        else:
+            model(torch.ones(2, 8)).sum().backward()
 
 
 def names_of_parts(group: dist.ProcessGroup) -> None:
@@ -952,6 +959,15 @@ def refused(group: dist.ProcessGroup) -> None:
     attempt(ValueError, "no optimizer", lambda model: [], "zero1")
     with pytest.raises(TypeError, match="an SGD is no model"):
         parallelize(momentum(Decoder(SHAPE)), Decoder(SHAPE), "zero1", group)  # type: ignore[arg-type]
+    mistakes: dict[str, Any] = {"init": "normal", "activation_bytes": "1GB", "mesh": 2}
+    for what, value in (*mistakes.items(), ("activation_bytes", -1)):
+        options: dict[str, Any] = {"mesh": group, what: value}
+        model = Decoder(SHAPE)
+        with pytest.raises((TypeError, ValueError), match=f"^{what}={value!r}: "):
+            parallelize(model, momentum(model), "auto", **options)
+    for what in ("param", "reduce", "buffer"):
+        with pytest.raises(TypeError, match=rf"^MixedPrecision\({what}=torch.int8\): a dtype of floating"):
+            MixedPrecision(**{what: torch.int8})
     with pytest.raises(ValueError, match=f"model of 1 elements cannot be divided among {group.size()} ranks"):
         tiny = nn.Linear(1, 1, bias=False)
         parallelize(tiny, momentum(tiny), "zero1", group)

@@ -645,6 +645,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     },
     "bucket_cap_mb in words": (Branches, {"bucket_cap_mb": "large"}, ValueError, "bucket_cap_mb='large'"),
     "bucket_cap_mb_list": (Branches, {"bucket_cap_mb_list": [1, -2]}, ValueError, "more than 0"),
+    "drift_check_every": (Branches, {"drift_check_every": -1}, ValueError, "drift_check_every=-1: a whole"),
 }  # fmt: skip
 
 
@@ -657,6 +658,8 @@ def refused_with_the_reason(group: dist.ProcessGroup) -> None:
             assert re.search(words, str(error)), f"{name}: {error}"
         else:
             raise AssertionError(f"{name} is not refused")
+    with pytest.raises(TypeError, match=r"^a type is no model: imece\.DistributedDataParallel"):
+        wrap(Branches, group)  # type: ignore[arg-type]
     late = nn.Embedding(3, 2)
     model = wrap(late, group)
     late.sparse = True  # as in a call of functional.embedding, which nobody sees before

@@ -95,7 +95,7 @@ def check_name(op: str, name: str) -> None:
     if op not in SCHEDULES:
         raise ValueError(f"unknown collective {op!r}: one of {', '.join(SCHEDULES)}")
     if name not in SCHEDULES[op]:
-        raise ValueError(f"unknown schedule {name!r} of {op}{nearest(name, SCHEDULES[op])}")
+        raise ValueError(f"unknown schedule {name!r} of {op}{nearest(str(name), SCHEDULES[op])}")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ case.
 from __future__ import annotations
 
 import weakref
+from numbers import Real
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +23,7 @@ from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 from imece.data_parallel.reducing import task
+from imece.listing import kind_of
 
 Over = Literal["ranks", "samples", "tokens"]
 OVER: tuple[Over, ...] = ("ranks", "samples", "tokens")
@@ -32,6 +34,14 @@ def check_over(over: Over) -> Over:
     if over not in OVER:
         raise ValueError(f"average={over!r}: one of {', '.join(OVER)}")
     return over
+
+
+def _check_weighable(loss: object, count: object, over: Over) -> None:
+    """TypeError unless these can be multiplied: they may have changed places."""
+    if not isinstance(loss, torch.Tensor) or not isinstance(count, Real | torch.Tensor):
+        raise TypeError(
+            f"weigh(loss, count): a tensor and a number of {over}, not {kind_of(loss)} and {kind_of(count)}"
+        )
 
 
 class Average:
@@ -56,6 +66,7 @@ class Average:
         """
         if self.over == "ranks":
             raise ValueError("weigh() is for average='samples' or 'tokens'; this model averages over ranks")
+        _check_weighable(loss, count, self.over)
         if not count >= 0 or count == float("inf"):
             raise ValueError(f"a loss is the mean over a number of {self.over}, not over {count}")
         weighed = loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

@@ -117,6 +117,12 @@ def parallelize(
     if not isinstance(strategy, str):
         raise TypeError(f"strategy={strategy!r}: a name, such as 'zero2'")
     named = find_strategy(strategy) if strategy.lower() != "auto" else None
+    if not isinstance(arranged, Mesh | dist.ProcessGroup):
+        raise TypeError(f"mesh={mesh!r}: what imece.init() returned, or a process group")
+    if init is not None and not callable(init):
+        raise TypeError(f"init={init!r}: a function that fills one module")
+    if activation_bytes is not None and not (isinstance(activation_bytes, int) and activation_bytes >= 0):
+        raise ValueError(f"activation_bytes={activation_bytes!r}: a whole number from 0")
     if precision is not None and not isinstance(precision, MixedPrecision):
         raise TypeError(f"precision={precision!r}: imece.MixedPrecision(param=..., reduce=...) of dtypes")
     made = _made(optimizer, model)

@@ -62,6 +62,7 @@ from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
 from imece.layout import MIB
+from imece.listing import kind_of
 from imece.mesh import Mesh
 from imece.model_parallel.divided import divided_parameters
 
@@ -126,9 +127,14 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         drift_check_every: compare all ranks' parameters, bit for bit, every so many synchronised forwards.
         check_finite: after each backward `nonfinite` says which ranks brought NaN or Inf in which parameters.
 
-        ValueError, RuntimeError: arguments or a model that this class cannot train, with the reason.
+        TypeError, ValueError, RuntimeError: arguments or a model that this class cannot train, with the
+        reason.
         MismatchError: the ranks' models differ.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{kind_of(module)} is no model: imece.DistributedDataParallel(model)")
+        if not isinstance(drift_check_every, int) or drift_check_every < 0:
+            raise ValueError(f"drift_check_every={drift_check_every!r}: a whole number, 0 for never")
         nn.Module.__init__(self)
         Joinable.__init__(self)
         arguments.refuse(
@@ -347,9 +353,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         with self._written_alike() if write else contextlib.nullcontext():
             yield
 
-    def _written_alike(self) -> contextlib.AbstractContextManager[None]:
+    def _written_alike(self, by: str = "gathered(write=True)") -> contextlib.AbstractContextManager[None]:
         named = [each for each in self.module.named_parameters() if each[0] not in self.parameters_to_ignore]
-        return written_alike(named, self.process_group, self.device)
+        return written_alike(named, self.process_group, self.device, by)
 
     def take_over_masters(self) -> None:
         """After something other than their optimizer wrote `parts`: give all ranks the new values."""

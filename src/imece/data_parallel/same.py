@@ -128,10 +128,10 @@ def check_drift(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGr
 
 @contextlib.contextmanager
 def written_alike(
-    named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
+    named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device, by: str
 ) -> Iterator[None]:
     """Inside, all ranks write the same values into parameters. Afterwards MismatchError that names one which
-    only some have written, unless all ranks hold the same bits.
+    only some have written, unless all ranks hold the same bits. by: what the script calls to write so.
 
     All bits are compared only where ranks have written into different parameters, as far as torch counts
     writes, or have other first, middle or last elements, since writes through `.data` are not counted.
@@ -141,12 +141,11 @@ def written_alike(
     mine = [name for (name, each), was in zip(named, before, strict=True) if each._version != was]
     looked_at = torch.cat([_some_bytes(each).to(device) for _, each in named])
     mine.append(hashlib.sha256(looked_at.cpu().numpy().tobytes()).hexdigest())
-    if texts_that_differ(mine, group, device, "parameters written in gathered(write=True)") and (
-        differ := _which_differ(named, group)
-    ):
+    label = f"parameters written by {by}, which all ranks call"
+    if texts_that_differ(mine, group, device, label) and (differ := _which_differ(named, group)):
         raise MismatchError(
-            f"inside of gathered(write=True) only some ranks have written, or not the same: {differ} (of "
-            f"{len(named)} parameters). {_WRITE_ALIKE}"
+            f"inside of {by} only some ranks have written, or not the same: {differ} (of {len(named)} "
+            f"parameters). {_WRITE_ALIKE}"
         )
 
 

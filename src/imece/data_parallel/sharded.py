@@ -4,6 +4,7 @@ a part."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -337,7 +338,8 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Every rank loads the same state, into masters with all bits; all ranks call this."""
-        with self.gathered(write=True), loading(self.sharding):
+        written = functools.partial(self._written_alike, "load_state_dict")
+        with gathered(self.sharding, written), loading(self.sharding):
             return super().load_state_dict(*args, **kwargs)
 
     def check_parameters(self) -> None:

@@ -67,6 +67,18 @@ def test_units_by_size() -> None:
         find_units(Small(), 0)
 
 
+@pytest.mark.parametrize("wrong", ["Block", ("Block",), (Block, str), 2.5, (Block(),)])
+def test_units_are_classes_or_a_number(wrong: Any) -> None:
+    """Asked before any rank waits, and where nothing is gathered too: the script may run elsewhere next."""
+    for ask in (GatherOptions, lambda units: find_units(Small(), units)):
+        with pytest.raises(TypeError, match="units: a tuple of classes of modules, or a number"):
+            ask(wrong)
+    with pytest.raises(TypeError, match=r"units=Block: a tuple of classes, \(Block,\)"):
+        GatherOptions(Block)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="units=0"):
+        GatherOptions(0)
+
+
 def test_which_unit_has_a_parameter() -> None:
     def numbers(model: nn.Module, wanted: Any = None) -> dict[str, int]:
         named = dict(model.named_parameters())

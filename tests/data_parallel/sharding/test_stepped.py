@@ -219,7 +219,8 @@ def refused(group: dist.ProcessGroup) -> None:
         )
     bf16: Any = "bf16"
     with pytest.raises(
-        TypeError, match=r"^MixedPrecision\(reduce='bf16'\): a dtype, such as torch.bfloat16$"
+        TypeError,
+        match=r"^MixedPrecision\(reduce='bf16'\): a dtype of floating point, such as",
     ):
         MixedPrecision(reduce=bf16)
     attempt(

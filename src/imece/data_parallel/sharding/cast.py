@@ -39,10 +39,15 @@ class MixedPrecision:
     buffer: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """TypeError for anything but a dtype."""
+        """TypeError for anything but a dtype that gradients can have."""
         for what, dtype in vars(self).items():
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"MixedPrecision({what}={dtype!r}): a dtype, such as torch.bfloat16")
+            if dtype is None or (
+                isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+            ):
+                continue
+            raise TypeError(
+                f"MixedPrecision({what}={dtype!r}): a dtype of floating point, such as torch.bfloat16"
+            )
 
     def gradients_bytes(self, named: Sequence[tuple[str, Tensor]]) -> int:
         """Bytes of all gradients in buckets."""

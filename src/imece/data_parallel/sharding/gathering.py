@@ -38,7 +38,7 @@ from imece.buckets import units_at_once
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducing import task
 from imece.data_parallel.reducing.way import HIERARCHICAL
-from imece.data_parallel.sharding.units import State, Unit, Wanted
+from imece.data_parallel.sharding.units import State, Unit, Wanted, check_wanted
 from imece.data_parallel.strategy import Strategy
 
 
@@ -56,8 +56,7 @@ class GatherOptions:
     """Gather even if the ranks share memory, where nothing needs to be gathered."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.units, type):
-            raise TypeError(f"units={self.units.__name__}: a tuple of classes, ({self.units.__name__},)")
+        check_wanted(self.units)
         if self.in_flight is not None and self.in_flight < 1:
             raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
 

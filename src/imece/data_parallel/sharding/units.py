@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ from imece.collectives.pending import Pending
 from imece.data_parallel.sharding import freed
 from imece.data_parallel.sharding.offload import Lane
 from imece.device import has_streams
+from imece.listing import kind_of
 
 Wanted = Sequence[type[nn.Module]] | int | None
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
@@ -236,6 +237,21 @@ class Unit:
             flat.come()
 
 
+def check_wanted(wanted: object) -> None:
+    """TypeError for what is neither classes of modules nor a number; ValueError for a number below 1."""
+    if isinstance(wanted, int):
+        if wanted < 1:
+            raise ValueError(f"units={wanted}: a unit has at least 1 element")
+        return
+    if isinstance(wanted, type):
+        raise TypeError(f"units={wanted.__name__}: a tuple of classes, ({wanted.__name__},)")
+    given = wanted if isinstance(wanted, Collection) and not isinstance(wanted, str) else [wanted]
+    for each in () if wanted is None else given:
+        if not (isinstance(each, type) and issubclass(each, nn.Module)):
+            odd = each.__name__ if isinstance(each, type) else kind_of(each)
+            raise TypeError(f"units: a tuple of classes of modules, or a number of elements, not {odd}")
+
+
 def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
     """The units: the root first, then the others in the order of the model's modules.
 
@@ -243,13 +259,12 @@ def find_units(model: nn.Module, wanted: Wanted = None) -> list[Unit]:
     class, and instead of experts, of which each rank may run others, the module with the list of them;
     classes: their outermost modules; a number: the smallest modules with at least so many elements.
 
-    ValueError for classes that the model does not have, or a number below 1.
+    TypeError, ValueError as for `check_wanted`; ValueError for classes that the model does not have.
     """
+    check_wanted(wanted)
     if wanted is None:
         chosen = list(_repeated(model))
     elif isinstance(wanted, int):
-        if wanted < 1:
-            raise ValueError(f"units={wanted}: a unit has at least 1 element")
         chosen = []
         _of_size(model, wanted, chosen)
     else:
