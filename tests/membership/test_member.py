@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from imece import moments, opening
 from imece.collectives import pending
-from imece.membership import gpu_errors, member
+from imece.membership import beating, gpu_errors, member
 from imece.membership.aborting import Aborting
 from imece.membership.roster import Generation, Roster, outcome_of
 from imece.system import connections
@@ -41,6 +41,26 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
     assert ours._beating.is_alive()
     end()
     assert not ours._beating.is_alive()
+
+
+def test_who_cannot_be_replaced_beats_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped rank of a mesh with axes would hold the others up for half an hour, and three deaths in weeks
+    would be three in a row."""
+    store = dist.HashStore()
+    roster = Roster(store)
+    monkeypatch.setattr(beating, "reach_launchers_store", lambda: store)
+    monkeypatch.setattr(beating, "_shown", None)
+    monkeypatch.setattr(moments, "ended_last", [])
+    mesh: Any = SimpleNamespace(world=SimpleNamespace(member=3))
+    model = torch.nn.Linear(1, 1)
+    for done in (7, 2):  # a second loop of the script
+        beating.show(mesh, lambda done=done: done, model, [])  # type: ignore[misc]
+        until = time.monotonic() + 10
+        while (beat := roster.beat(3)) is None or beat[1] != done:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    (end,) = moments.ended_last
+    end()
 
 
 def test_it_asks_for_a_new_generation_when_nobody_is_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

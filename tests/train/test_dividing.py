@@ -39,20 +39,23 @@ def curve(run: Path) -> list[float]:
     ]
 
 
-def rank_1_dies() -> None:
-    """In the middle of its seventh step, once, when what was saved after the fourth is on the disk."""
+def rank_1_dies(times: int = 1) -> None:
+    """In the middle of its seventh step, so often, when what was saved after the fourth is on the disk and
+    its launcher has heard of the steps since."""
     run = Step.run
 
-    def once(self: Step, index: int, lr: float) -> Any:
+    def until_then(self: Step, index: int, lr: float) -> Any:
         flag = Path(os.environ["FLAG"])
-        if os.environ["RANK"] == "1" and index == 6 and not flag.exists():
-            flag.touch()
+        died = len(flag.read_text()) if flag.exists() else 0
+        if os.environ["RANK"] == "1" and index == 6 and died < times:
+            flag.write_text("x" * (died + 1))
             while not all_steps(flag.with_name("dies") / "checkpoints"):
                 time.sleep(0.01)
+            time.sleep(0.5 * (times > 1))
             os.kill(os.getpid(), signal.SIGKILL)
         return run(self, index, lr)
 
-    mock.patch.object(Step, "run", once).start()
+    mock.patch.object(Step, "run", until_then).start()
 
 
 def runs(folder: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from imece.collectives.shared_memory.runner import abort_all
 from imece.errors import CollectiveError, PeerLostError, UserError
 from imece.membership import gpu_errors
 from imece.membership.aborting import Aborting
+from imece.membership.beating import Beating
 from imece.membership.guarded import GuardedStore
 from imece.membership.roster import Generation, Roster, meeting_in, outcome_of
 from imece.membership.where import Where
@@ -33,7 +34,6 @@ from imece.store import client
 from imece.system import connections
 from imece.world import JOINING, LOOPBACK
 
-_BEAT_S = 0.2
 _POLL_S = 0.004
 _NEWS_S = 1.0
 _LOST_S = 5.0  # for the launcher to see what a rank's peers have seen, if anything
@@ -53,8 +53,7 @@ class Member:
     def __init__(self, mesh: Mesh, steps: int) -> None:
         """Begins to beat. The launcher of `mesh` must keep a roster (`keeps_roster`).
 
-        steps: finished so far. Those of a checkpoint are said at once: later on the launcher would take them
-        for steps made since the start, and no row of deaths would ever end.
+        steps: finished so far.
         """
         world = mesh.world
         assert world.member is not None and world.master_addr and world.master_port
@@ -78,10 +77,9 @@ class Member:
         gpu_errors.leave_to_member()
         pending.expect_giving_up()
         self._stores: list[GuardedStore] = []  # a PrefixStore does not keep what is written in Python alive
-        self._stop = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="imece-beat", daemon=True)
-        self._beating.start()
-        moments.ended_last.append(self._close)  # a process that still lives must beat; one that ends must not
+        self._beating = Beating(
+            partial(_connect, self._launcher), self.number, lambda: self.steps, self._look
+        )
 
     def _first(self) -> int:
         """The generation it was started in. The launcher may publish it a moment after the start."""
@@ -145,10 +143,6 @@ class Member:
 
     def _ask_at(self, patience_s: float) -> float:
         return math.inf if self._alone or patience_s == math.inf else time.monotonic() + _LOST_S
-
-    def _close(self) -> None:
-        self._stop.set()
-        self._beating.join()
 
     def _enter(self, generation: Generation, patience_s: float) -> bool:
         """False if the generation was over before it began. patience_s: how long it may take to hear that."""
@@ -218,17 +212,11 @@ class Member:
     def _raise_superseded(self) -> NoReturn:
         raise SupersededError(f"generation {self._at} is over: a newer one is there")
 
-    def _beat(self) -> None:
-        roster, beats = Roster(_connect(self._launcher)), 0
-        while not self._stop.wait(_BEAT_S if beats else 0):
-            beats += 1
-            try:
-                roster.say_alive(self.number, beats, self.steps)
-                self._newest = roster.newest()
-                self._cut_off(roster)
-            except RuntimeError:  # the launcher is gone, and this process will be soon
-                return
-            self._end_failed()
+    def _look(self, roster: Roster) -> None:
+        """After each beat, in its thread."""
+        self._newest = roster.newest()
+        self._cut_off(roster)
+        self._end_failed()
 
     def _cut_off(self, roster: Roster) -> None:
         """If a host is silent, nobody hears that its ranks are gone: end whatever waits for them, and

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from imece import mesh as meshes
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.membership.arguments import check_also, check_model, check_range, optimizers_of
+from imece.membership.beating import show
 from imece.membership.carried import Carried, Stateful
 from imece.membership.draws import begin_draws
 from imece.membership.kept_gradients import KeptGradients
@@ -20,6 +21,7 @@ from imece.membership.modes import Modes
 from imece.membership.recovery import Recovered, Recovery
 from imece.membership.states import packed
 from imece.membership.unwatched import say_not_carried, say_unwatched
+from imece.membership.where import Where
 from imece.mesh import Mesh
 
 _NOTHING = -1
@@ -120,7 +122,9 @@ def steps(
 
     if not keeps_roster(mesh):
         say_unwatched(mesh)
-        yield from _until(total, _Plain(start), begin)
+        plain = _Plain(start)
+        plain.where = show(mesh, lambda: plain.done, model, optimizers)
+        yield from _until(total, plain, begin)
         return
     if mesh in _looped:
         raise RuntimeError(
@@ -152,12 +156,15 @@ class _Plain:
 
     def __init__(self, start: int) -> None:
         self.done = start
+        self.where: Where | None = None
 
     def finish(self, error: BaseException | None) -> bool:
         """The block was left."""
         if error is not None:
             raise error
         self.done += 1
+        if self.where is not None:
+            self.where.note("between steps")
         return True
 
     def explain(self, error: BaseException) -> None:

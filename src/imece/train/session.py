@@ -19,9 +19,11 @@ from imece.data.batches import Batches
 from imece.data.prepare import Prepared
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
+from imece.membership.beating import show
 from imece.membership.member import Member, keeps_roster
 from imece.membership.recovery import MovedOnError, Recovered, Recovery
 from imece.membership.unwatched import say_unwatched
+from imece.membership.where import Where
 from imece.mesh import Mesh
 from imece.model_parallel.pipeline import Pipeline
 from imece.models.language_model import LanguageModel
@@ -67,6 +69,7 @@ class Session(Progress):
     pipeline: Pipeline | None = None  # this rank has a part of it
     checkpoints: Checkpoints = field(init=False)  # on a rank that joins: from `begin` on
     recovery: Recovery | None = None  # None: the launcher does not replace ranks
+    where: Where | None = None  # for the launcher; without `recovery`, which has its own
 
     def take_up(self) -> None:
         """Goes on from the newest checkpoint if there is one. From then on, ranks that die are replaced."""
@@ -84,6 +87,7 @@ class Session(Progress):
             ))  # fmt: skip
         else:
             say_unwatched(self.mesh)
+            self.where = show(self.mesh, lambda: self.done, self.wrapped, self.optimizers)
 
     # Ranks that come and go.
 
@@ -113,6 +117,8 @@ class Session(Progress):
         if self.recovery is not None:
             with self.clock.phase("copy"):
                 self.recovery.finished(self.done)
+        elif self.where is not None:
+            self.where.note("between steps")
 
     def agree_on_validation(self) -> None:
         """Some ranks may have died, or joined, while others had the newest validation already: all take what
