@@ -15,6 +15,11 @@ from imece.errors import PeerLostError
 from imece.status import read_failure, tell_failures
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("it was made without what it would say")
+
+
 def test_a_forked_copy_does_not_speak_for_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception ends it alone: the rank may go on, or end in another way."""
     shown = tmp_path / "shown"
@@ -32,6 +37,9 @@ def test_a_forked_copy_does_not_speak_for_the_rank(tmp_path: Path, monkeypatch: 
         sys.excepthook(ValueError, ValueError("its own"), None)
         failure = read_failure(store, 3)
         assert failure is not None and (failure.kind, failure.message) == ("ValueError", "its own")
+        sys.excepthook(Mute, Mute(), None)
+        failure = read_failure(store, 3)
+        assert failure is not None and (failure.kind, failure.message[:10]) == ("Mute", "<exception")
     finally:
         stop()
 

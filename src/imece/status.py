@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from traceback import TracebackException
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def describe(error: BaseException) -> Failure:
     """`error` as the launcher gets it, with the present time."""
     import torch.distributed as dist
 
-    message = str(error)
+    message = str(TracebackException(type(error), error, None, compact=True))  # as str(error) may raise
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
     gone = isinstance(error, RuntimeError) and says_peer_gone(message)
     return Failure(time.monotonic(), type(error).__name__, message[:500], lost or gone)

@@ -45,7 +45,7 @@ def test_a_rank_that_may_not_start_threads_names_the_limit() -> None:
 def test_a_rank_without_memory_says_what_to_do() -> None:
     line = ending(0, 1, 5.0, Failure(3.0, "MemoryError", "", False)).describe()
     assert line.endswith(
-        "MemoryError: (exit status 1): give it more memory (ulimit -v, docker --memory), or use less"
+        "MemoryError (exit status 1): give it more memory (ulimit -v, docker --memory), or use less"
     )
 
 

@@ -99,7 +99,8 @@ class Ending:
             hint = "" if self.by_our_signal else hints.get(number, "")
             return f"{who} was killed by signal {number} ({name}){at}{hint}"
         if self.failure is not None:
-            what = " ".join(f"{self.failure.kind}: {self.failure.message}".split())
+            words = (self.failure.kind, " ".join(self.failure.message.split()))
+            what = ": ".join(filter(None, words))
             hint = f": {NO_MORE}" if "can't start new thread" in what else ""
             if self.failure.kind == MemoryError.__name__:
                 hint = ": give it more memory (ulimit -v, docker --memory), or use less"
