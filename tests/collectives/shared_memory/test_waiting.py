@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from imece.collectives.fingerprint import pack
-from imece.collectives.shared_memory import waiting
+from imece.collectives.shared_memory import SharedMemoryGroup, waiting
 from imece.collectives.shared_memory.waiting import Operation, Patience
-from imece.errors import CollectiveTimeoutError
+from imece.errors import CollectiveError, CollectiveTimeoutError
 
 
 def test_the_time_for_which_all_were_stopped_is_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +41,23 @@ def test_the_time_for_which_all_were_stopped_is_not_waited(monkeypatch: pytest.M
         while now[0] < 4700:
             patience.wait([barrier])
     assert 4655 < now[0] < 4665
+
+
+def test_a_call_begins_while_another_thread_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, one way or the other; it was queued for a worker that had ended."""
+    group = SharedMemoryGroup(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    group.allreduce([torch.ones(3)]).wait()
+    leaving, refused = threading.Thread(target=group.shutdown), group._runner._refused
+
+    def left_meanwhile(finish: Any) -> bool:
+        found = refused(finish)
+        leaving.start()
+        leaving.join(0.3)
+        return found
+
+    monkeypatch.setattr(group._runner, "_refused", left_meanwhile)
+    try:
+        group.allreduce([torch.ones(3)]).wait(timedelta(seconds=10))
+    except CollectiveError as error:
+        assert str(error) == "this group has been destroyed"
+    leaving.join()

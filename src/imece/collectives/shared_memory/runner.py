@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 import torch
 
@@ -164,17 +164,11 @@ class Runner:
         if ended:
             finish(None)
             return
-        with self._changed:
-            self._underway.append((operation, finish))
-        self._wake_worker()
+        self._hand_over(self._underway, operation, finish)
 
     def submit(self, operation: Operation, finish: Finish) -> None:
         """Run a collective on the worker; it calls `finish(error or None)` at its end."""
-        if self._refused(finish):
-            return
-        with self._changed:
-            self._collectives.append((operation, finish))
-        self._wake_worker()
+        self._hand_over(self._collectives, operation, finish)
 
     def _refused(self, finish: Finish) -> bool:
         """On a group that has failed, end an asynchronous call with the error in its work, without
@@ -188,12 +182,17 @@ class Runner:
             finish(error)
         return error is not None
 
-    def _wake_worker(self) -> None:
-        with self._changed:
+    def _hand_over(
+        self, queue: MutableSequence[tuple[Operation, Finish]], operation: Operation, finish: Finish
+    ) -> None:
+        with self._changed:  # the group is not closed meanwhile: then the worker would be gone
+            if self._refused(finish):
+                return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="imece-shm", daemon=True)
                 thread.start()  # RuntimeError under a limit of threads
                 self._thread = thread
+            queue.append((operation, finish))
             self._changed.notify()
         if self._board.sleepers:
             self._board.ring(self._board.rank)
@@ -274,7 +273,7 @@ class Runner:
         ended = [each for each in underway if _ended(each[0])]
         if ended:
             with self._changed:
-                self._underway = [each for each in self._underway if each not in ended]
+                self._underway[:] = [each for each in self._underway if each not in ended]
             for _, finish in ended:
                 finish(None)
 
@@ -284,7 +283,8 @@ class Runner:
             if self._current is not None:
                 left.append(self._current)
                 self._turn.release()
-            self._underway, self._current = [], None
+            self._current = None
+            self._underway.clear()
             self._collectives.clear()
         for _, finish in left:
             finish(error)
