@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from imece.collectives.given_up import Waitable
 from imece.collectives.pending import wait_for
-from imece.collectives.reduction import combine
 from imece.collectives.schedules import Schedule, Step
+from imece.collectives.shared_memory.arithmetic import BINARY
 from imece.collectives.shared_memory.group import on_device
 from imece.collectives.shared_memory.tensors import as_bytes
 
@@ -201,7 +201,7 @@ class _Runner:
                 continue
             got = scratch[: target.numel()]
             left, right = (got, target) if peer < self.rank else (target, got)
-            combine(self.op, left, right, target)
+            BINARY[self.op](left, right, out=target)
             self._scratch.append(scratch)
 
     def _take(self, numel: int) -> torch.Tensor:

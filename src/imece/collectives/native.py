@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from imece.collectives.given_up import Waitable
-from imece.collectives.reduction import REDUCE_OPS, torch_op
+from imece.collectives.reduction import TORCH_OPS
 from imece.collectives.shared_memory.group import SharedMemoryGroup, on_device
 from imece.collectives.shared_memory.tensors import named
 
-_OPS = {name: dist.ReduceOp(torch_op(name)) for name in REDUCE_OPS}
+_OPS = {name: dist.ReduceOp(op) for name, op in TORCH_OPS.items()}
 
 
 def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
@@ -38,7 +38,7 @@ def broadcast(flat: torch.Tensor, src: int, group: dist.ProcessGroup) -> Waitabl
 
 def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> Waitable:
     """In place on rank `dst` of the group; some backends leave partial sums in the other ranks' tensors."""
-    return cast(Waitable, dist.reduce(flat, op=torch_op(op), group=group, group_dst=dst, async_op=True))
+    return cast(Waitable, dist.reduce(flat, op=TORCH_OPS[op], group=group, group_dst=dst, async_op=True))
 
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:

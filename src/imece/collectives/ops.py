@@ -36,7 +36,7 @@ from imece.collectives.calls import (
 from imece.collectives.execute import run_schedule
 from imece.collectives.messages import Recv, Send, exchange, recv, send
 from imece.collectives.pending import Pending, wait_for
-from imece.collectives.reduction import flattened, landed, op_name, prepared, shares_memory
+from imece.collectives.reduction import TORCH_OPS, flattened, landed, op_name, prepared, shares_memory
 from imece.collectives.schedules import build
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.tensors import check_rank, check_tensor, overlap
@@ -60,7 +60,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
-_REDUCTIONS = frozenset({"sum", "avg", "min", "max", "product"})
 
 
 def all_reduce(
@@ -89,12 +88,7 @@ def all_reduce(
     """
     check_tensor("all_reduce", tensor)
     group = group if group is not None else group_or_default(None)
-    if (
-        type(op) is str
-        and op in _REDUCTIONS
-        and wire is None
-        and _runs_now(group, async_op, schedule, tensor)
-    ):
+    if type(op) is str and op in TORCH_OPS and wire is None and _runs_now(group, async_op, schedule, tensor):
         group.run_now("all_reduce", tensor, tensor, op, label=label)
         return tensor
     group, name = group_or_default(group), op_name(op)

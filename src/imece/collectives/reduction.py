@@ -6,42 +6,32 @@ collective; `landed` puts the result where it belongs. shm needs neither: its en
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
 from imece.collectives.schedules import nearest
 from imece.collectives.shared_memory.tensors import check_dense, plain
 
-REDUCE_OPS = ("sum", "avg", "min", "max", "product")
-
-_TORCH_OPS = {
+TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_NAMES = {op: name for name, op in _TORCH_OPS.items()}
 _OF_BOOL = {"sum": "max", "max": "max", "product": "min", "min": "min", "avg": "min"}
 
 
 def op_name(op: object) -> str:
     """The name of a reduction given by name or as torch's ReduceOp. ValueError for any other."""
     if isinstance(op, str):
-        if op in _TORCH_OPS:
+        if op in TORCH_OPS:
             return op
-        raise ValueError(f"unknown reduction {op!r}{nearest(op, REDUCE_OPS)}")
-    for torch_op, name in _NAMES.items():
-        if torch_op == op:
+        raise ValueError(f"unknown reduction {op!r}{nearest(op, [*TORCH_OPS])}")
+    for name, known in TORCH_OPS.items():
+        if known == op:
             return name
-    raise ValueError(f"unknown reduction {op}: one of {', '.join(REDUCE_OPS)}")
-
-
-def torch_op(name: str) -> dist.ReduceOp.RedOpType:
-    """torch.distributed's constant for one of REDUCE_OPS."""
-    return _TORCH_OPS[name]
+    raise ValueError(f"unknown reduction {op}: one of {', '.join(TORCH_OPS)}")
 
 
 def prepared(tensor: torch.Tensor, op: str, world_size: int) -> tuple[torch.Tensor, str]:
@@ -103,16 +93,3 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def shares_memory(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether `flat` is `tensor`'s own memory, seen flat (and perhaps as another dtype of that size)."""
     return flat is tensor or (flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous())
-
-
-def combine(op: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """out = left op right, for sum, min, max, product; `out` may be either of them."""
-    _BINARY[op](left, right, out=out)
-
-
-_BINARY: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+BINARY: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "premul_sum": torch.add,  # of values that are multiplied before they come here
     "avg": torch.add,
@@ -78,8 +78,8 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
     ValueError if torch has no such operation on that dtype, before anything is sent. Which those are (a sum
     of uint16, of float8) changes with torch, so it is tried out.
     """
-    if op not in _BINARY:
-        raise ValueError(f"the shm backend cannot reduce with {op!r}; it knows {', '.join(_BINARY)}")
+    if op not in BINARY:
+        raise ValueError(f"the shm backend cannot reduce with {op!r}; it knows {', '.join(BINARY)}")
     floating = dtype.is_floating_point or dtype.is_complex
     if op.startswith("b") and floating:
         raise ValueError(f"{op} works on integers, not on {dtype}")
@@ -92,7 +92,7 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
         within = torch.float32
     elif op == "avg" and not floating:
         within = torch.int64
-    how = Reduction(op, _BINARY[op], dtype, within)
+    how = Reduction(op, BINARY[op], dtype, within)
     one = torch.zeros(1, dtype=dtype, device="cpu")
     try:
         how([one, one, one], torch.empty_like(one), fresh, True)
