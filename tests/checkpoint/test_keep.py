@@ -413,3 +413,8 @@ def test_a_folder_in_which_nothing_can_be_written(
 def test_keeps_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep at least 1"), crew(tmp_path, 1, keep=0):
         pass
+
+
+def test_ranks_are_those_of_the_world(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank=2, world_size=2: ranks are 0, 1"):
+        Checkpoints(tmp_path, rank=2, world_size=2, alarm=print)

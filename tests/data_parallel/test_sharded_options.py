@@ -598,7 +598,8 @@ def written_in_common(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError) as caught, model.gathered(write=True):
         optimizer.step()
     assert str(caught.value) == (
-        "an optimizer's step inside of gathered(write=True): what is there would take its place"
+        "an optimizer's step inside of gathered(write=True): what is there would take its place; "
+        "step behind it"
     )
     assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
     dist.barrier(group)

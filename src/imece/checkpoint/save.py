@@ -80,8 +80,10 @@ class Checkpoints:
         under way then fails, with an alarm; the next one is of the new ranks. `save` and `finish` raise
         PeerLostError if they would wait for a rank that is gone.
         """
-        if not 0 <= rank < world_size or keep < 1:
-            raise ValueError(f"rank {rank} of {world_size}, keep {keep}: keep at least 1")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}, world_size={world_size}: ranks are 0, 1, ... below world_size")
+        if keep < 1:
+            raise ValueError(f"keep={keep}: keep at least 1")
         self._folder, self._keep = Path(folder), keep
         self._alarm, self._limit_s = alarm, limit_s
         self._thread: threading.Thread | None = None
@@ -170,7 +172,8 @@ class Checkpoints:
         self._saved = False
         step = _whole(step)
         if step < 0 or self._closed:
-            raise ValueError(f"step {step}: at least 0, and not after close()")
+            why = "not after close()" if self._closed else "steps are counted from 0 on"
+            raise ValueError(f"step {step}: {why}")
         how = (commit.finite(metric), keep_all)
         try:
             self._begin(step, self._content(tensors, state, rank_state), *how)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from imece.data_parallel import script
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.reducing.refusals import FROM_ONE_RANK
-from imece.data_parallel.reducing.sharing import living
+from imece.data_parallel.reducing.sharing import summed
 from imece.data_parallel.replicate import DistributedDataParallel
 
 
@@ -29,7 +29,7 @@ def warn_of_steps_alone(optimizer: Optimizer, model: DistributedDataParallel) ->
             return
         if model is None:
             said = True
-            if has_others and not _is_of_a_wrapped_model(stepped):
+            if has_others and summed().isdisjoint(map(id, parameters_of(stepped))):
                 warnings.warn(
                     f"{kind} steps by gradients of this rank alone, and the ranks drift apart: the model "
                     f"that parallelize returned with it, which sums them, is gone: keep it and call it",
@@ -56,10 +56,10 @@ def refuse_what_nobody_sums(optimizer: Optimizer, model: DistributedDataParallel
         added = [each for each in parameters_of(stepped) if id(each) not in given and each.grad is not None]
         if not added or model is None:
             return
-        names, summed = {id(each): name for name, each in model.module.named_parameters()}, _summed()
+        names, in_models = {id(each): name for name, each in model.module.named_parameters()}, summed()
         for each in added:
             name = names.get(id(each), f"of shape {list(each.shape)}, none of the model's,")
-            if id(each) not in summed and name not in model.parameters_to_ignore:
+            if id(each) not in in_models and name not in model.parameters_to_ignore:
                 raise ValueError(
                     f"parameter {name} was given to {type(stepped).__name__} after parallelize, and nobody "
                     f"sums its gradient over the ranks, which would drift apart: put it into the model "
@@ -68,12 +68,3 @@ def refuse_what_nobody_sums(optimizer: Optimizer, model: DistributedDataParallel
             given.add(id(each))
 
     optimizer.register_step_pre_hook(before_step)
-
-
-def _is_of_a_wrapped_model(optimizer: Optimizer) -> bool:
-    return not _summed().isdisjoint(map(id, parameters_of(optimizer)))
-
-
-def _summed() -> set[int]:
-    """The ids of all parameters that some wrapped model sums the gradients of."""
-    return {id(slot.parameter) for reducer in living() for slot in reducer.slots}

@@ -37,7 +37,7 @@ from imece.data_parallel.reducing.buckets import Gradients
 from imece.data_parallel.reducing.comm_hook import CommHook, Hook
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.line import Line, Suspicion
-from imece.data_parallel.reducing.sharing import living
+from imece.data_parallel.reducing.sharing import summed
 from imece.data_parallel.reducing.trace import StepTrace
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.watch import Watch
@@ -251,7 +251,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """
         checked = CommHook.of(state, hook)
         if self.reducer.leaving.hook is not None:
-            raise RuntimeError("register_comm_hook: this model has a communication hook already")
+            raise RuntimeError(
+                "register_comm_hook: this model has a communication hook already: give one that does both"
+            )
         self.reducer.leaving.hook = checked
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -406,7 +408,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         RuntimeError: inside of a backward.
         """
         if task.is_running():
-            raise RuntimeError("regroup() or leave() inside of backward")
+            raise RuntimeError("regroup() or leave() inside of backward: call it when backward is over")
         if self._kept is None:  # else a `regroup` has raised
             self._kept = Kept.of(self.reducer, self.module, self._buffer_sync.hook, self.process_group)
             self._let_go()
@@ -535,9 +537,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def _refuse_newcomers(self) -> None:
         if not self._newcomers:
             return
-        summed = {id(slot.parameter) for reducer in living() for slot in reducer.slots}
+        known = summed()
         for name, each in self._newcomers:
-            if each.grad is not None and id(each) not in summed and name not in self.parameters_to_ignore:
+            if each.grad is not None and id(each) not in known and name not in self.parameters_to_ignore:
                 raise refusals.newcomer(name)
 
     def _tell_joined(self) -> None:
@@ -680,7 +682,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """For copy and pickle: without the group, which must be the default one, and what belongs to it, and
         without the optimizers and the compiled code of this very model."""
         if self.process_group is not dist.group.WORLD:
-            raise RuntimeError("only a model on the default process group can be pickled")
+            raise RuntimeError(
+                "only a model on the default process group can be pickled: pickle model.module"
+            )
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["process_group"], state["reducer"], state["script_writes"]
         return state | {"stepped_by": []}

@@ -290,7 +290,8 @@ class Sharding(Gradients):
         """
         if self.has_private:
             raise RuntimeError(
-                "an optimizer's step inside of gathered(write=True): what is there would take its place"
+                "an optimizer's step inside of gathered(write=True): what is there would take its place; "
+                "step behind it"
             )
         self.divided.end()
         self.settle(kinds)

@@ -210,7 +210,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def leave(self) -> None:
         """As in DistributedDataParallel. This rank's parts and its optimizers' states are dropped."""
         if self._kept is None and self.sharding.gathering is not None and self.sharding.gathering.is_held:
-            raise RuntimeError("regroup() or leave() inside of gathered()")
+            raise RuntimeError("regroup() or leave() inside of gathered(): call it behind the `with`")
         super().leave()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -194,7 +194,9 @@ class Pipeline:
         values = tuple(each.contiguous() for each in given)  # torch 2.11 accepts only contiguous ones
         size = targets.shape[0]
         if not size or size % self.micro_batches:
-            raise ValueError(f"a batch of {size} cannot be split into micro_batches={self.micro_batches}")
+            raise ValueError(
+                f"a batch of {size} cannot be split into micro_batches={self.micro_batches}: take a multiple"
+            )
         if others := [each.shape[0] for each in values if each.shape[0] != size]:
             raise ValueError(f"inputs of a batch of {others[0]}, and targets of one of {size}")
         if begins is not None and not self._pieces.takes_begins:

@@ -26,6 +26,11 @@ def living() -> list[Reducer]:
     return list(_living)
 
 
+def summed() -> set[int]:
+    """The ids of all parameters that some wrapped model sums the gradients of."""
+    return {id(slot.parameter) for reducer in living() for slot in reducer.slots}
+
+
 class Sharing:
     """The parameters that one reducer shares with others; for most reducers there are none."""
 

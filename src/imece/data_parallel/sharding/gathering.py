@@ -296,7 +296,9 @@ class Gathering:
     def before_step(self) -> None:
         """Free everything that the step is about to change."""
         if self._held:
-            raise RuntimeError("an optimizer's step inside of gathered(): what is gathered would not change")
+            raise RuntimeError(
+                "an optimizer's step inside of gathered(): what is gathered would not change; step behind it"
+            )
         for unit in self.units:
             unit.calls.clear()
         self._free_all()
@@ -309,7 +311,7 @@ class Gathering:
         that.
         """
         if task.is_running():
-            raise RuntimeError("gathered() inside of backward")
+            raise RuntimeError("gathered() inside of backward: enter it before, around forward and backward")
         self._held += 1
         try:
             for unit in self.units:
