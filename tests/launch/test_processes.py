@@ -118,6 +118,11 @@ def test_a_persons_own_settings_stay() -> None:
         assert int(worker_environment({}, 0, ranks, 1, "job")["OMP_NUM_THREADS"]) >= 1
 
 
+def test_no_rank_knows_the_launchers_secret() -> None:
+    theirs = {"IMECE_TOKEN": "0123456789abcdef", "IMECE_TOKEN_FILE": "/run/secret"}
+    assert not theirs.keys() & worker_environment(theirs, 0, 2, 4000, "job").keys()
+
+
 def test_ranks_of_a_rank_are_no_members_of_its_job() -> None:
     theirs = {"IMECE_MEMBER": "7", "IMECE_JOINING": "1"}
     assert not theirs.keys() & worker_environment(theirs, 0, 2, 4000, "job").keys()

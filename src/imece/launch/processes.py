@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imece.errors import UserError
+from imece.launch.hosts.token import VARIABLES
 from imece.status import Failure
 from imece.store import NO_MORE
 from imece.system.control_groups import usable_cores
@@ -186,8 +187,9 @@ def worker_environment(
         own[MEMBER] = member
     if joining:
         own[JOINING] = 1
-    # A rank may itself start ranks: they are no members of its job.
-    theirs = {name: value for name, value in environ.items() if name not in (MEMBER, JOINING, AGENT_PORT)}
+    # A rank may itself start ranks: they are no members of its job. None needs to know the launchers' secret.
+    left_out = (MEMBER, JOINING, AGENT_PORT, *VARIABLES)
+    theirs = {name: value for name, value in environ.items() if name not in left_out}
     return {**defaults, **theirs, **{name: str(value) for name, value in own.items()}}
 
 

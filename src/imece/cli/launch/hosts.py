@@ -37,7 +37,7 @@ _NEEDLESS = {
 """torchrun's options that change nothing here, and why."""
 _REFUSED = {
     "--numa-binding": "ranks are bound to no cores here: leave it out, or bind in a wrapper (--no-python)",
-    "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are passed on to ranks, no others: leave it out",
+    "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 reach ranks anyway: leave it out",
     "--virtual-local-rank": "each rank sees all GPUs here, and takes the one of its local rank: leave it out",
 }
 """torchrun's options that would not get what they ask for, and why."""

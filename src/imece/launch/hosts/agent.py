@@ -25,7 +25,7 @@ from imece.launch.hosts.follower import Follower
 from imece.launch.hosts.here import Follow, Here, Lead, Plan, Role, Seek, Turn
 from imece.launch.hosts.network import Network
 from imece.launch.hosts.seeker import SILENT_S, Seeker
-from imece.launch.hosts.token import VARIABLES, find_token
+from imece.launch.hosts.token import find_token
 from imece.launch.hosts.wide_view import WideView
 from imece.launch.output import say
 from imece.launch.processes import Outcome, worker_environment
@@ -234,7 +234,7 @@ def _environment(
     """The environment of a member's process."""
     interface = interface_of(own)
     defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
-    theirs = {**defaults, **{name: each for name, each in environ.items() if name not in VARIABLES}}
+    theirs = {**defaults, **environ}
 
     def environment(start: Start, host: Host) -> Mapping[str, str]:
         local = worker_environment(
