@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -323,6 +324,34 @@ def test_what_cannot_be() -> None:
         for line, pattern in zip(said, expected, strict=True):
             assert "\n" not in line or line == said[-1]
             assert re.search(pattern, line), (pattern, line)
+
+
+def without_positions() -> list[list[str]]:
+    """What a first attention warns of: nothing; tokens alone; tokens and positions; embeddings."""
+    mesh = imece.init({"context": 2})
+    q, tokens = torch.zeros(1, 4, 8, 16), torch.zeros(1, 8, dtype=torch.int64)
+    asked: list[Callable[[ContextParallel], object]] = [
+        lambda context: None,
+        lambda context: context.part(tokens),
+        lambda context: (context.part(tokens), context.positions(8)),
+        lambda context: context.part(q, dim=2),
+    ]
+    said = []
+    for ask in asked:
+        context = imece.ContextParallel(mesh)
+        ask(context)
+        with warnings.catch_warnings(record=True) as caught, context:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                F.scaled_dot_product_attention(q, q, q)
+        said.append([str(each.message) for each in caught])
+    return said
+
+
+def test_a_model_that_is_told_no_positions() -> None:
+    for nothing, tokens, both, embedded in run_ranks(without_positions, 2, backend=None):
+        assert nothing == both == embedded == []
+        assert len(tokens) == 1 and "nobody asked for context.positions(T)" in tokens[0]
 
 
 def test_no_stages() -> None:

@@ -135,3 +135,6 @@ def test_attention_costs_as_much_as_sequences_are_long() -> None:
         ValueError, match=r"seq=8 is for an imece Transformer, and this is .*Sequential: leave it out"
     ):
         pieces_of(nn.Sequential(nn.Linear(2, 2)), 8)
+    for seq in (0, 4097):
+        with pytest.raises(ValueError, match=rf"seq={seq}: .* sequences of 1 to 4096 positions"):
+            cut(seq)

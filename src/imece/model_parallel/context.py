@@ -12,6 +12,7 @@ takes the modes of the thread that calls it into its own threads.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -72,20 +73,23 @@ class ContextParallel:
 
         device: the mesh's by default. ValueError if twice the number of ranks does not divide `length`.
         """
+        if self._mode is not None:
+            self._mode.told = True
+        return self._positions(length).to(device or self._device)
+
+    def _positions(self, length: int) -> Tensor:
         check_length(length, self.ranks)
-        mine = (
-            torch.arange(length, device="cpu")
-            if self.ranks == 1
-            else positions_of(self.rank, self.ranks, length)
-        )
-        return mine.to(device or self._device)
+        if self.ranks == 1:
+            return torch.arange(length, device="cpu")
+        return positions_of(self.rank, self.ranks, length)
 
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's positions of a tensor that has all of them along `dim`. ValueError as from
         `positions`."""
         if self._mode is None:
             return tensor
-        mine = self.positions(tensor.shape[dim], device=tensor.device)
+        mine = self._positions(tensor.shape[dim]).to(tensor.device)
+        self._mode.of_tokens |= not (tensor.is_floating_point() or tensor.is_complex())
         if not self._mode.given:  # only the first: later a loader may have read further ahead on one rank
             self._mode.given = content_of(plain_tensors(tensor))
         return tensor.index_select(dim, mine)
@@ -129,6 +133,8 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.group, self._device = group, device
         self.attended = False
+        self.told = False  # somebody asked for the positions
+        self.of_tokens = False  # `part` was given numbers of tokens, which say nothing of positions
         self.given = ""  # content of the first tensor given to `part`, until the first attention compares it
 
     def __torch_function__(
@@ -173,6 +179,13 @@ class _Mode(TorchFunctionMode):
         if not self.attended:
             self.attended = True
             check_alike(self.given, self.group, self._device, "context")
+            if self.of_tokens and not self.told:
+                warnings.warn(
+                    "inside `with context` a model attends to parts of sequences, and nobody asked for "
+                    "context.positions(T): unless it is told them, as by positions= or position_ids=, it "
+                    "takes its tokens for the first ones, and what it learns is wrong",
+                    stacklevel=2,
+                )
         kind = query.device.type
         if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as torch casts this function's
             to = torch.get_autocast_dtype(kind)

@@ -43,10 +43,13 @@ class Pieces(Protocol):
 def pieces_of(model: nn.Module | Sequence[nn.Module], seq: int | None = None) -> Pieces:
     """The pieces of a model. seq: the length of its sequences, of a Transformer; None: as long as it allows.
 
-    ValueError, with what to do, for a model of unknown structure, and for the seq of another model.
+    ValueError, with what to do, for a model of unknown structure, and for a seq that it cannot have.
     """
     if isinstance(model, Transformer) and type(model).forward is Transformer.forward:
-        return _OfTransformer(model, model.config.max_seq if seq is None else seq)
+        longest = model.config.max_seq
+        if seq is not None and not 1 <= seq <= longest:
+            raise ValueError(f"seq={seq}: this model takes sequences of 1 to {longest} positions")
+        return _OfTransformer(model, longest if seq is None else seq)
     if seq is not None:
         raise ValueError(f"seq={seq} is for an imece Transformer, and this is {kind_of(model)}: leave it out")
     if type(model) is nn.ModuleList or isinstance(model, Sequence):
