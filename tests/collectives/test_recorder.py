@@ -41,7 +41,7 @@ S = 1_000_000_000  # ns
 
 @pytest.fixture
 def own() -> Iterator[recorder.Recorder]:
-    made = recorder.Recorder(rank=1, world_size=4, job="test")
+    made = recorder.Recorder(rank=1, job="test")
     yield made
     made.close()
 
@@ -99,7 +99,7 @@ def test_a_call_that_goes_on_by_itself_is_waited_for_from_its_wait_on(own: recor
 def test_nothing_of_another_rank_is_left(own: recorder.Recorder) -> None:
     enter(own, group="before")
     under_way = enter(own)
-    own.begin(0, 2, "test")
+    own.begin(0, "test")
     own.leave(under_way)
     last = enter(own)
     own.leave(under_way)

@@ -18,7 +18,6 @@ import itertools
 import mmap
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -54,7 +53,7 @@ _Key = tuple[str, str, "torch.dtype | None", Sequence[int], str, int, str]
 class Recorder:
     """The ring of one process. Threads may enter at the same time: each call takes its own slot."""
 
-    def __init__(self, rank: int, world_size: int, job: str) -> None:
+    def __init__(self, rank: int, job: str) -> None:
         self._fd = -1
         if hasattr(os, "memfd_create"):
             self._fd = os.memfd_create(ring.MEMFD_NAME)
@@ -62,18 +61,17 @@ class Recorder:
         self._map = mmap.mmap(self._fd, ring.TOTAL_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._tokens = itertools.count(1)
-        self.begin(rank, world_size, job)
+        self.begin(rank, job)
 
-    def begin(self, rank: int, world_size: int, job: str) -> None:
+    def begin(self, rank: int, job: str) -> None:
         """Begin anew, with nothing noted. To `leave` a call that was noted before does nothing."""
         self._map[ring.GROUPS_AT :] = bytes(ring.TOTAL_BYTES - ring.GROUPS_AT)
         self._bodies: dict[_Key, tuple[bytes, Iterator[int], int]] = {}
         self._rows: dict[str, int] = {}
         self._numbers: dict[int, Iterator[int]] = {}
-        host = (os.environ.get("IMECE_HOST") or socket.gethostname()).encode()[:64]
         ring.HEADER.pack_into(
-            self._map, 0, ring.MAGIC, ring.VERSION, os.getpid(), rank, world_size, ring.CAPACITY,
-            ring.RECORD_BYTES, time.time_ns(), host, job.encode()[:64],
+            self._map, 0, ring.MAGIC, ring.VERSION, os.getpid(), rank, ring.CAPACITY, ring.RECORD_BYTES,
+            job.encode()[:64],
         )  # fmt: skip
 
     def enter(
@@ -136,7 +134,7 @@ class Recorder:
         numbers = self._numbers.setdefault(word, itertools.count(1))
         body = ring.BODY.pack(
             _OP_CODES[op], _REDUCE_CODES[reduce_op], fp.DTYPE_CODES.get(dtype, fp.DTYPES.index("other")),
-            len(shape), row, peer, *fp.six_dims(shape), _short(label),
+            row, peer, *fp.six_dims(shape), _short(label),
         )  # fmt: skip
         if len(self._bodies) >= _MAX_BODIES:
             self._bodies.clear()
@@ -241,11 +239,14 @@ def _begin_again() -> None:
 moments.once_arranged.append(_begin_again)
 
 
-def _place() -> tuple[int, int, str]:
-    """(rank, world_size, job), as far as this process knows."""
+def _place() -> tuple[int, str]:
+    """(rank, job), as far as this process knows."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), _job()
-    return _number("RANK", -1), _number("WORLD_SIZE", 0), _job()
+        return dist.get_rank(), _job()
+    try:
+        return int(os.environ.get("RANK", -1)), _job()
+    except ValueError:
+        return -1, _job()
 
 
 def _job() -> str:
@@ -256,13 +257,6 @@ def _job() -> str:
         run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
         return f"{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']} {run}".strip()
     return f"children of {os.getppid()}"
-
-
-def _number(name: str, default: int) -> int:
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError:
-        return default
 
 
 def _short(label: str) -> bytes:

@@ -5,7 +5,7 @@
     call        one record: a collective or point-to-point call that this rank entered, left or failed
 
 Layout of the memory, all integers in the host's byte order (only processes of the same host read it):
-    0           header: magic, version, pid, rank, world_size, capacity, record size, start, host, job
+    0           header: magic, version, pid, rank, capacity, record size, job
     4096        64 rows of 256 bytes, one a group: last collective, last point-to-point, name, ranks
     20480       ring of 1,024 records of 128 bytes; the record of call `token` lies at token % 1,024
 A record begins and ends with its token. The writer writes it front to back and takes no lock. So a reader
@@ -26,14 +26,14 @@ from imece.collectives import fingerprint as fp
 from imece.errors import UserError
 
 MEMFD_NAME = "imece-recorder"
-MAGIC, VERSION = b"imecerec", 2
-HEADER = struct.Struct("=8sIIiiIIq64s64s")
+MAGIC, VERSION = b"imecerec", 3
+HEADER = struct.Struct("=8sIIiII64s")
 GROUPS_AT, GROUP_BYTES, MAX_GROUPS = 4096, 256, 64
 GROUP = struct.Struct("=qq64s176s")  # number of the last collective, of the last point-to-point; name, ranks
 RING_AT, CAPACITY, RECORD_BYTES = GROUPS_AT + GROUP_BYTES * MAX_GROUPS, 1024, 128
 TOTAL_BYTES = RING_AT + CAPACITY * RECORD_BYTES
 RECORD = struct.Struct("@qqqq88sq")  # token, number in the group, start ns, end ns, body, token
-BODY = struct.Struct("=BBBBBxh6q32s")  # op, reduce op, dtype, dims, group row, peer, 6 x (dim + 1), label
+BODY = struct.Struct("=BBBBhxx6q32s")  # op, reduce op, dtype, group row, peer, 6 x (dim + 1), label
 POINT_TO_POINT = frozenset({"send", "recv", "exchange"})
 
 
@@ -138,7 +138,7 @@ def find(job: str | None = None) -> list[Recording]:
 def read(view: mmap.mmap, process_state: str) -> Recording | None:
     """The recording in a mapping of a recorder's memory; None if the mapping holds something else."""
     header = HEADER.unpack_from(view, 0)
-    magic, version, pid, rank, _world_size, capacity, record_bytes, _started_ns, _host, job = header
+    magic, version, pid, rank, capacity, record_bytes, job = header
     if (magic, version, capacity, record_bytes) != (MAGIC, VERSION, CAPACITY, RECORD_BYTES):
         return None
     names, groups = [], {}
@@ -167,7 +167,7 @@ def _call(view: mmap.mmap, slot: int, group_names: list[str]) -> Call | None:
     token, number, start_ns, end_ns, body, token_again = RECORD.unpack(raw)
     if token <= 0 or token != token_again:
         return None
-    op, reduce_op, dtype, _dims, row, peer, *rest = BODY.unpack(body)
+    op, reduce_op, dtype, row, peer, *rest = BODY.unpack(body)
     try:
         names = fp.OPS[op], fp.REDUCE_OPS[reduce_op], fp.DTYPES[dtype]
         group = group_names[row]
