@@ -382,6 +382,18 @@ def inside(strategy: str, gather: bool, kind: type[Outer] = Outer) -> None:
     assert_alike(model, alone)
 
 
+def inside_whole() -> None:
+    """An optimizer without what Optimizer.__init__ makes steps whole parameters too."""
+    alone, whole = made(), made()
+    sgd = sgd_of(alone, momentum=0.9)
+    model, outer = wrap(whole, TakingOver(sgd_of(whole, momentum=0.9)), "replicate")
+    for each, optimizer in ((alone, sgd), (model, outer)) * 2:
+        optimizer.zero_grad()
+        loss(each).backward()
+        optimizer.step()
+    assert_alike(model, alone)
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -552,6 +564,7 @@ def go() -> None:
         for each in (assigns, inside, old_graphs, gone, clip_by_groups, frozen_by_groups):
             each(*way)
         inside(*way, TakingOver)
+    inside_whole()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     of_whole("zero1", alone)  # parts of as many elements, flat
     gc.collect()

@@ -40,6 +40,7 @@ _ELEMENT_WISE = frozenset(
 )
 _NEVER = {
     "LBFGS": "it searches along one direction of all parameters together",
+    "PostLocalSGDOptimizer": "it averages over ranks what it steps, and each rank steps other parts",
     "SparseAdam": "it takes sparse gradients only",
     "ZeroRedundancyOptimizer": "it divides among ranks itself, as 'zero1' does with the optimizer in it",
 }
@@ -81,6 +82,15 @@ def may_be_cut(optimizer: Optimizer) -> bool:
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether it comes from a library whose optimizers are known here."""
     return type(optimizer).__module__.startswith(("torch.", "torchao.", "bitsandbytes."))
+
+
+def complete(optimizer: Optimizer) -> None:
+    """Set up what `Optimizer.__init__` would, so that steps run hooks: an optimizer around another, such as a
+    Lookahead, may take over its groups and never call that.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -20,7 +20,7 @@ from imece.data_parallel.arguments import bucket_caps, check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
 from imece.data_parallel.closure import check_closures
-from imece.data_parallel.optimizer import stepped_by
+from imece.data_parallel.optimizer import complete, stepped_by
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
@@ -131,6 +131,8 @@ def parallelize(
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
     check_way(None, wire)
     bucket_caps(bucket_cap_mb, None)
+    for each in optimizers:
+        complete(each)
     check_over(average)  # before anything is taken apart
     refuse_whole_matrices(model, optimizers)
     offload_name = _name_of(offload)

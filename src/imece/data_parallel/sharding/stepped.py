@@ -51,7 +51,6 @@ class SteppedParts:
         self._in_step: Optimizer | None = None  # this optimizer, or one that shares its groups
         self._whole: list[dict[str, list[Any]]] = []  # by group: its contents before it was divided
         self._moved = Moved()
-        _complete(optimizer)
         self.divide(model.sharding)
         optimizer.register_step_pre_hook(self._before)
         first = optimizer.register_step_post_hook(self.after)
@@ -354,15 +353,6 @@ class _StateOfParts(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
-
-
-def _complete(optimizer: Optimizer) -> None:
-    """Set up what `Optimizer.__init__` would, so that steps run hooks: an optimizer around another, such as a
-    Lookahead, may take over its groups and never call that.
-    """
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        vars(optimizer).setdefault("defaults", {})
-        Optimizer.__setstate__(optimizer, {})
 
 
 def _unkept(method: Callable[..., Any]) -> Callable[..., Any]:
