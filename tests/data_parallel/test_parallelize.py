@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager as Averager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
@@ -954,7 +955,7 @@ def refused(group: dist.ProcessGroup) -> None:
     attempt(ValueError, "LBFGS cannot be sharded: .* use strategy='replicate'",
             lambda model: torch.optim.LBFGS(model.parameters()), "zero1")  # fmt: skip
     attempt(ValueError, "PostLocalSGDOptimizer cannot be sharded: it averages over ranks what it steps",
-            lambda model: PostLocalSGDOptimizer(momentum(model), None), "zero3")  # fmt: skip
+            lambda model: PostLocalSGDOptimizer(momentum(model), Averager(1)), "zero3")  # fmt: skip
     attempt(ValueError, "two optimizers step tokens.weight", lambda model: [momentum(model)] * 2, "zero2")
     for strategy in ("zero3", "replicate"):
         attempt(ValueError, r"shape \[32, 16\] that is none of the model's: .*put both into one module",

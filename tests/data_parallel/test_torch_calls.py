@@ -8,7 +8,7 @@ import gc
 import re
 import warnings
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -318,9 +318,10 @@ class Outer(torch.optim.Optimizer):
 
 
 class TakingOver(Outer):
-    """Has what the other one has, and nothing of what Optimizer.__init__ makes."""
+    """Has what the other one has, and of what Optimizer.__init__ makes a part, as timm's Lookahead."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
         self.base, self.param_groups, self.state = base, base.param_groups, base.state
 
 

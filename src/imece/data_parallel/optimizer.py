@@ -86,9 +86,9 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 def complete(optimizer: Optimizer) -> None:
     """Set up what `Optimizer.__init__` would, so that steps run hooks: an optimizer around another, such as a
-    Lookahead, may take over its groups and never call that.
+    Lookahead, may take over its groups and never call that, or set up a part of it.
     """
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # those of steps some have
         vars(optimizer).setdefault("defaults", {})
         Optimizer.__setstate__(optimizer, {})
 
