@@ -595,3 +595,16 @@ def test_gloo_listens_where_a_host_reaches_rank_0(
     assert len(meeting.meet(dist.HashStore(), world, {}, None, cpu, second)) == hosts
     chosen = os.environ.pop("GLOO_SOCKET_IFNAME", None)
     assert chosen == (expected if hosts == 2 else None)
+
+
+def test_gloo_is_told_an_interface_that_is_not_here() -> None:
+    wrong = {"GLOO_SOCKET_IFNAME": "eth9"}
+    (error,) = run_ranks(
+        with_gloo, 1, backend=None, env=wrong, expect=r"UserError: GLOO_SOCKET_IFNAME=eth9: "
+    )
+    assert "has no such interface with an address, but" in error and " lo" in error
+    assert "enforce fail" not in error
+
+
+def with_gloo() -> None:
+    imece.init(backend="gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,10 +17,11 @@ from imece.device import adopted_backends, choose_backends
 from imece.errors import UserError
 from imece.store import swap_notes
 from imece.system import connections
-from imece.system.addresses import address_of_name, interface_of, is_loopback, way_to
+from imece.system.addresses import address_of_name, interface_of, interfaces, is_loopback, way_to
 from imece.world import LOOPBACK, World, host_id
 
 MEETING_S = 600.0  # ranks that have not met by then never will
+_NO_INTERFACE = "Unable to find address for"  # what Gloo says of GLOO_SOCKET_IFNAME
 # For ranks that go on without dead ones and abort NCCL's communicators themselves, torch's watchdog must do
 # nothing at an error. Otherwise it ends a healthy process; or it sleeps for a minute, and its monitor for
 # eight, to make dumps, and destroying the group waits for both.
@@ -122,11 +124,20 @@ def open_default_group(world: World, backend: str, store: dist.Store, timeout: t
     # torch names the group, and its keys in the store, by this count. It counts up before it makes the group,
     # and only destroying a group resets the count: ranks that failed half-way would never find the others.
     dist.distributed_c10d._world.group_count = 0
-    with connections.of_groups():
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("torch", store),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-        )
+    try:
+        with connections.of_groups():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("torch", store),
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timeout,
+            )
+    except RuntimeError as error:
+        if _NO_INTERFACE not in str(error):
+            raise
+        wrong, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), ", ".join(interfaces())
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={wrong}: {socket.gethostname()} has no such interface with an address, but "
+            f"{here}: name the one that leads to the other hosts, or unset it"
+        ) from None

@@ -78,6 +78,11 @@ def is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
+def interfaces() -> list[str]:
+    """The names of this host's interfaces."""
+    return sorted(psutil.net_if_addrs())
+
+
 def interface_of(address: str) -> str | None:
     """The network interface that has `address`; None if it is not one of this host."""
     for name, entries in psutil.net_if_addrs().items():
