@@ -13,8 +13,8 @@ from imece.errors import UserError
 Address = tuple[str, int]
 
 
-class UnknownHostError(UserError):
-    """No host of that name is known, perhaps only not yet."""
+class NoWayError(UserError):
+    """No host of that name is known, or no interface leads to it; perhaps only not yet."""
 
 
 _ENDPOINT = re.compile(
@@ -38,8 +38,8 @@ def describe(address: Address) -> str:
 
 
 def address_towards(address: Address) -> str:
-    """The own address from which `address` is reached; it may be `address` itself. UserError if none is,
-    UnknownHostError if the host is unknown."""
+    """The own address from which `address` is reached; it may be `address` itself. UserError if there
+    can be none, NoWayError if there is none now."""
     return way_to(address)[0]
 
 
@@ -53,10 +53,8 @@ def way_to(address: Address) -> tuple[str, str]:
             return str(sock.getsockname()[0]), str(target[0])
     except UnicodeError:  # getaddrinfo's, for an empty label or one of more than 63 letters
         raise UserError(f"no way from here to {describe(address)}: that is no host's name") from None
-    except socket.gaierror as error:
-        raise UnknownHostError(f"no way from here to {describe(address)}: {error.strerror}") from None
     except OSError as error:
-        raise UserError(f"no way from here to {describe(address)}: {error.strerror or error}") from None
+        raise NoWayError(f"no way from here to {describe(address)}: {error.strerror or error}") from None
 
 
 def address_of_name() -> str | None:

@@ -32,7 +32,7 @@ from imece.launch.processes import Outcome, worker_environment
 from imece.launch.view import watched
 from imece.system.addresses import (
     Address,
-    UnknownHostError,
+    NoWayError,
     address_towards,
     describe,
     interface_of,
@@ -199,12 +199,13 @@ def _own_address(plan: Plan) -> str:
 
 
 def _towards_host_0(plan: Plan) -> str:
-    """Waits until host 0's name is known: names may be given only once hosts run, as in Kubernetes."""
+    """Waits until host 0's name is known and an interface leads there: names may be given only once hosts
+    run, as in Kubernetes, and a host that starts may run this before its network is up."""
     begin, said = time.monotonic(), False
     while True:
         try:
             return address_towards(plan.rendezvous)
-        except UnknownHostError as error:
+        except NoWayError as error:
             waited_s = time.monotonic() - begin
             if plan.me == 0 or waited_s >= plan.patience_s:
                 raise
