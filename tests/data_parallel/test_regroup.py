@@ -25,7 +25,7 @@ from imece import MixedPrecision, parallelize
 from imece.bench.reference_model import Decoder, Shape, batch
 from imece.checkpoint import TrainingState
 from imece.checkpoint.deal import Slice
-from imece.collectives import common, companions
+from imece.collectives import common_memory, companions
 from imece.data_parallel.batch_norm import SyncBatchNorm
 from imece.data_parallel.sharding import stores
 from imece.errors import PeerLostError
@@ -286,7 +286,7 @@ def die_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> Non
 
 
 def die_in_the_second_bucket() -> None:
-    calls = iter((common.common_zeros, die))
+    calls = iter((common_memory.common_zeros, die))
 
     def common_zeros(*args: Any) -> torch.Tensor:
         return next(calls)(*args)  # type: ignore[return-value]

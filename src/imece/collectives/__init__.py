@@ -10,7 +10,8 @@ links, link_types, choice, auto  links are measured, then a schedule is chosen
 checks, rollcall, companions     calls that do not match are errors; over groups beside the group
 fingerprint                      what a call is, in 64 bits and in words
 recorder, recording, who_waits   the last calls of each rank; how others read them, and see who waits for whom
-texts, mistakes, common          texts of all ranks; a user's mistakes on any rank; memory that ranks share
+texts, mistakes                  texts of all ranks; a user's mistakes on any rank
+common_memory                    memory that all ranks of a host share
 streams, waited, on_signal       a GPU's streams; seconds in collectives; SIGUSR1
 shared_memory/                   the backend "shm"
 """

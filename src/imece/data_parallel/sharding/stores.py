@@ -9,7 +9,7 @@ import torch
 
 from imece import layout
 from imece.collectives import ops
-from imece.collectives.common import common_zeros
+from imece.collectives.common_memory import common_zeros
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.reducing.buckets import label_of
