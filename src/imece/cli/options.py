@@ -41,7 +41,7 @@ _CHOICE = re.compile(
 )  # with line breaks where tyro wraps
 _NARROWEST = 40  # columns in which a page of help can be read
 _NAMES = re.compile(r"-[\w.-]+(?:/-[\w.-]+)+")  # all names of one option
-_UNKNOWN = "Unrecognized options: "
+_UNKNOWN = "Unrecognized options:"
 _NO_NUMBERS = re.compile(r"Could not find valid parse for arguments: \[(.*)\]")
 _MISTAKE = 2  # tyro's exit status
 _GLUED = re.compile("-[A-Za-z]{2,}.*")  # read as a short option with its value: -np is -n with p
@@ -67,6 +67,11 @@ def parse(
     to suggest instead. --help prints and raises SystemExit(0). UserError, in one line, for anything that
     cannot be parsed, and for a ValueError from the dataclass' own __post_init__.
     """
+    options = _options(config_class)
+    for word in argv:
+        flag, given, value = word.partition("=")
+        if given and options.get(_plain(flag)) is bool:  # tyro would take the value for an operand
+            raise UserError(_needless(flag, value))
     if {"-h", "--help"} & {*argv} and shutil.get_terminal_size().columns < _NARROWEST:
         os.environ["COLUMNS"] = str(_NARROWEST)  # tyro never ends below 6; this process ends in any case
     complaint, page = io.StringIO(), _Page(sys.stdout)
@@ -93,7 +98,7 @@ def parse(
         message = _box_body(_ASCII_RULE.sub("─", complaint.getvalue()))
     except (ValueError, TypeError, OverflowError) as error:
         message = str(error)
-    names = [*option_names(config_class), *others, "--help"]
+    names = [*options, *others, "--help"]
     hint = _with_hint(one_line(message), argv, config_class, names, prog, elsewhere)
     raise UserError(hint) from None
 
@@ -198,6 +203,16 @@ def option_names(config_class: type[object]) -> list[str]:
     return [*_options(config_class)]
 
 
+def _operands(config_class: type[object]) -> dict[str, str]:
+    """What stands without an option, by the name that an option would have: {"--run": "RUN"}."""
+    found = {}
+    for name, kind in get_type_hints(config_class, include_extras=True).items():
+        if tyro.conf.Positional in (extras := get_args(kind)):
+            shown = (metavar for extra in extras if (metavar := getattr(extra, "metavar", None)))
+            found[f"--{name}"] = next(shown, name.upper())
+    return found
+
+
 def _options(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
     """The same with the type of each."""
     if not dataclasses.is_dataclass(config_class):
@@ -207,6 +222,8 @@ def _options(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name.replace("_", "-"), hints[field.name]
         own, *extras = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+        if tyro.conf.Positional in extras:
+            continue
         if any(isinstance(extra, PrimitiveConstructorSpec) for extra in extras):
             own = str  # as it is typed
         if dataclasses.is_dataclass(own):
@@ -233,13 +250,13 @@ def _nearest_option(typed: str, names: Iterable[str]) -> str | None:
     return bare.get((begun[0] if len(begun) == 1 else nearest(word, bare)) or "")
 
 
-def _typed(names: Sequence[str], argv: Sequence[str]) -> str:
-    """Of the names of one option the one in `argv`, or all."""
-    words = {word.partition("=")[0].replace("_", "-") for word in argv}
-    return next((name for name in names if name in words), "/".join(names))
+def _typed(names: Sequence[str], words: Sequence[str]) -> str:
+    """Of the names of one option the one that was typed, or all."""
+    typed = {word.replace("_", "-") for word in words}
+    return next((name for name in names if name in typed), "/".join(names))
 
 
-def _of_value(message: str, argv: Sequence[str]) -> str | None:
+def _of_value(message: str, words: Sequence[str]) -> str | None:
     """tyro's message about a wrong choice or a missing value, with the option in front."""
     if wrong := _CHOICE.fullmatch(message):
         value, option, listed = wrong.groups()
@@ -249,7 +266,7 @@ def _of_value(message: str, argv: Sequence[str]) -> str | None:
             f"; did you mean {meant}?" if meant else ""
         )
     if empty := _NO_VALUE.fullmatch(message):
-        for option, word in pairwise(argv):
+        for option, word in pairwise(words):
             if option in empty[1].split("/") and re.match("-[^-]", word):
                 return f"{option} has no value: one that begins with - stands behind =, {option}={word}"
         return f"{empty[1]} has no value: say one after it"
@@ -283,21 +300,25 @@ def _with_hint(
     elsewhere: Mapping[str, str],
 ) -> str:
     """`message` with the nearest option if one does not exist, or with where to find the options."""
-    message = _NAMES.sub(lambda found: _typed(found[0].split("/"), argv), message)
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    message = _NAMES.sub(lambda found: _typed(found[0].split("/"), words), message)
     own_check = f"Error parsing {config_class.__name__}: "
     if message.startswith(own_check):
         return message.removeprefix(own_check)
+    for typed, operand in _operands(config_class).items():
+        if typed in words:
+            return f"there is no option {typed}: {operand} stands without one, {prog} {operand}"
     missing = message.startswith(f"Missing from {prog}: ")
     if missing:
         named = message.partition(": ")[2].split("(required)")
         typed_as = [what.replace(",", " ").split() for what in named if what.strip()]
-        lacking = [next((name for name in names if name in words), words[0]) for words in typed_as]
+        lacking = [next((name for name in names if name in each), each[0]) for each in typed_as]
         message = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
     message = message.removeprefix("Error parsing ")
     section, _, said = message.partition(": ")
     if said.startswith(f"{section}."):  # a section's own check names the section itself
         return said
-    if told := _of_value(message, argv):
+    if told := _of_value(message, words):
         return told
     message = message.replace("invalid literal for int() with base 10:", "not a whole number:")
     message = message.replace("could not convert string to float:", "not a number:")
@@ -306,33 +327,43 @@ def _with_hint(
             return f"there is no option {word.partition('=')[0]}; did you mean {word[:2]}?"
     message = _NO_NUMBERS.sub(r"not numbers with spaces between them: \1", message)
     unknown = message.startswith(_UNKNOWN)
-    for word in argv:
-        typed = word.split("=", 1)[0].replace("_", "-")
+    for word in words:
+        typed = word.replace("_", "-")
         is_short = missing and re.fullmatch("-[A-Za-z]", typed) is not None
         is_option = typed.startswith("--") or is_short or f"-{typed}" in names
-        if is_option and typed.replace("--no-", "--", 1) not in names:
+        if is_option and _plain(typed) not in names:
             if unknown or missing:
-                message = f"there is no option {word.split('=', 1)[0]}"
+                message = f"there is no option {word}"
             meant = elsewhere.get(typed) or _in_sections(typed, names) or _nearest_option(typed, names)
             if meant is not None:
                 return f"{message}; did you mean {meant}?"
     if message.startswith(_UNKNOWN):
-        words = message.removeprefix(_UNKNOWN)
-        if told := _beside(words, argv, _options(config_class)):
+        left = message.removeprefix(_UNKNOWN).strip()
+        if told := _beside(left, words, _options(config_class)):
             return told
-        message = f"not expected here: {words}"
+        message = f"not expected here: {left or repr(left)}"
     return f"{message} (see {prog} --help)"
 
 
-def _beside(words: str, argv: Sequence[str], options: Mapping[str, Any]) -> str | None:
-    """What to do about `words` behind an option that takes no value, or one word of text."""
-    at = next((i for i, word in enumerate(argv) if word and words.startswith(word)), 0)
-    flag, text = argv[at - 1] if at else "", argv[at - 2] if at > 1 else ""
+def _beside(left: str, words: Sequence[str], options: Mapping[str, Any]) -> str | None:
+    """What to do about what is `left` behind an option that takes no value, or one word of text."""
+    at = next((i for i, word in enumerate(words) if word and left.startswith(word)), 0)
+    flag, text = words[at - 1] if at else "", words[at - 2] if at > 1 else ""
     if options.get(flag) is bool:
-        section, dot, name = flag.removeprefix("--").rpartition(".")
-        is_off = argv[at].lower() in ("false", "no", "off", "0")
-        instead = f"say --{section}{dot}no-{name} instead" if is_off else f"leave {argv[at]} out"
-        return f"{flag} takes no value: {instead}"
+        return _needless(flag, words[at])
     if text in options and {str, Path} & {options[text], *get_args(options[text])}:
-        return f"not expected here: {words}; a value of several words stands in quotes: {text} '...'"
+        return f"not expected here: {left}; a value of several words stands in quotes: {text} '...'"
     return None
+
+
+def _needless(flag: str, value: str) -> str:
+    """What to do about the value of an option that takes none."""
+    section, dot, name = flag.removeprefix("--").rpartition(".")
+    other = _plain(flag) if name.startswith("no-") else f"--{section}{dot}no-{name}"
+    is_off = flag.startswith("--") and value.lower() in ("false", "no", "off", "0")
+    return f"{flag} takes no value: {f'say {other} instead' if is_off else f'leave {value} out'}"
+
+
+def _plain(flag: str) -> str:
+    """ "--no-compile" as "--compile"."""
+    return re.sub(r"^(--(?:.*\.)?)no-", r"\1", flag.replace("_", "-"))

@@ -103,7 +103,8 @@ def read_config(words: list[str]) -> TrainConfig:
             TrainConfig, words, PROG, DESCRIPTION, _start(file), others=[_PRINT], elsewhere=_ELSEWHERE
         )
     except UserError as mistake:
-        late = [word for word in words if word.endswith(".toml") and word in str(mistake).split()]
+        told = str(mistake).replace(";", "").split()
+        late = [word for word in words if word.endswith(".toml") and word in told]
         if late and file is None:
             raise UserError(
                 f"{late[0]}: a config file stands before the options: {PROG} {late[0]} ..."
