@@ -26,6 +26,7 @@ from imece.bench.collectives.collectives import Result
 from imece.bench.collectives.contenders import OPS, Contender, numel_of
 from imece.bench.collectives.limit import CHUNKS_BYTES, Limit
 from imece.bench.crew import Crew, CrewError
+from imece.bench.hosts import hosts
 from imece.bench.options import read_sizes
 from imece.bench.targets import at_least
 from imece.cli.bench import BENCHMARKS
@@ -197,6 +198,26 @@ def test_a_quick_run_measures_every_library_in_every_round(
         assert result["right"] and len(result["seconds"]) == 2
         assert 1e-7 < result["median_s"] < 1.0
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
+
+
+def test_what_is_wrong_is_said_where_the_status_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, report.Results] = {
+        "hosts": hosts.Results(hosts.Plan(), {}, right={"gloo": True, "broadcast": False}),
+        "collectives": collectives.Results(
+            collectives.Plan(), [Result(2, "broadcast", 1024, "shm", False, 1)]
+        ),
+    }
+    for name, results in found.items():
+        run = mock.Mock(return_value=results)
+        monkeypatch.setitem(BENCHMARKS, name, replace(BENCHMARKS[name], run=run, judged=lambda _: ()))
+        assert main(["bench", name]) == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert said == [
+        "WRONG    broadcast: its result",
+        "WRONG    shm broadcast of 1 KiB among 2 ranks: its result",
+    ]
 
 
 def test_ranks_that_wait_for_an_order_take_no_processor_time() -> None:

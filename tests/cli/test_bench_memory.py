@@ -22,7 +22,7 @@ def test_what_differs_from_the_prediction_is_told() -> None:
     near = Row("10.9M", 2, "zero1", 10, ONE, ONE | {"communication": 4}, 0)
     far = Row("10.9M", 2, "zero2", 10, ONE, ONE | {"communication": 6}, 0)
     assert near.apart == pytest.approx(0.04)
-    assert Results(Plan(), [near, far]).wrong == [far]
+    assert Results(Plan(), [near, far]).wrong == ["10.9M, 2 ranks, zero2: 6.0% from what was predicted"]
 
 
 def test_the_host_has_a_column_where_something_lies_there() -> None:

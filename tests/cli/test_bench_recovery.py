@@ -36,6 +36,14 @@ def kills(**more: Any) -> Kills:
     return found
 
 
+def test_what_went_wrong_is_told() -> None:
+    bad = {"passed": False, "survived": 1, "plan": {"kills": 3}, "status": 1, "left": ["process 7 (python)"]}
+    assert Results(Plan(), {"zero1": kills(), "zero3": kills(drill=bad)}).wrong == [
+        "zero3: 1 of 3 kills came and were survived, and the run ended with status 1; left behind: process 7 "
+        "(python)"
+    ]
+
+
 def words(results: Results) -> list[str]:
     return [each.line.split()[0] for each in recovery_targets.judged(results)]
 

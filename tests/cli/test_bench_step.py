@@ -65,7 +65,8 @@ def test_targets_are_judged_by_what_was_measured() -> None:
 def test_a_way_that_trains_another_model_is_told() -> None:
     alone = {ALONE: 9.0, WAITING: 8.0}
     results = Results(Plan(ways=WAYS), losses=alone | {OURS: 5.0, SHM: 5.001, GLOO: 5.02, VIEW: math.nan})
-    assert results.wrong == [GLOO, VIEW]
+    told = "did not train the same model as the others: a loss of"
+    assert results.wrong == [f"{GLOO} {told} 5.02, theirs is 5.001", f"{VIEW} {told} nan, theirs is 5.001"]
     del results.losses[GLOO], results.losses[VIEW]
     assert results.wrong == []
 

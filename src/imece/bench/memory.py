@@ -93,9 +93,13 @@ class Results(report.Results):
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def wrong(self) -> list[Row]:
+    def wrong(self) -> list[str]:
         """Rows whose counted bytes are not close to the prediction."""
-        return [row for row in self.rows if row.apart > CLOSE]
+        return [
+            f"{row.model}, {row.ranks} ranks, {row.strategy}: {row.apart:.1%} from what was predicted"
+            for row in self.rows
+            if row.apart > CLOSE
+        ]
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -126,9 +130,6 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
             rows = [row for row in results.rows if (row.model, row.ranks) == (model, ranks)]
             for line in lines(rows) if rows else ():
                 say(line)
-    for row in results.wrong:
-        where = f"{row.model}, {row.ranks} ranks, {row.strategy}"
-        say(f"  WRONG: {where}: {row.apart:.1%} from what was predicted")
     return results
 
 

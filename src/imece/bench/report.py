@@ -23,8 +23,8 @@ class Results:
     rows: Sequence[Any] = ()
 
     @property
-    def wrong(self) -> Sequence[object]:
-        """What should not be, and makes the exit status 1."""
+    def wrong(self) -> Sequence[str]:
+        """What should not be, a line each: shown, and makes the exit status 1."""
         return ()
 
     def as_json(self) -> dict[str, Any]:

@@ -72,10 +72,15 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def odd_losses(losses: Mapping[str, float], near: float) -> list[str]:
-    """The ways that did not train the same model as most. near: how far apart rounding makes losses."""
+    """A line for each way that did not train the same model as most. near: how far apart rounding makes
+    losses."""
     numbers = [loss for loss in losses.values() if not math.isnan(loss)]  # NaN cannot be sorted
     middle = statistics.median_low(numbers) if numbers else 0.0
-    return [way for way, loss in losses.items() if not abs(loss - middle) <= near * abs(middle)]
+    return [
+        f"{way} did not train the same model as the others: a loss of {loss:.6g}, theirs is {middle:.6g}"
+        for way, loss in losses.items()
+        if not abs(loss - middle) <= near * abs(middle)
+    ]
 
 
 def _processor_s() -> tuple[float, float]:

@@ -33,7 +33,6 @@ from imece.bench.train import targets as train_targets
 from imece.cli.doctor.host import interface
 from imece.cli.options import nearest, parse
 from imece.errors import UserError
-from imece.listing import size_text
 
 _IDLE = ", on an idle machine with two cores"
 
@@ -95,6 +94,8 @@ def _measure(name: str, bench: Benchmark, plan: Any) -> int:
     except HostsUnavailable as error:
         print(f"skipped: {error}")
         return 0
+    for line in results.wrong:
+        print(f"WRONG    {line}")
     verdicts = bench.judged(results)
     if verdicts:
         unjudged = f"; none is judged, for {trial} is not to quote" if trial else ""
@@ -121,8 +122,6 @@ def _write(what: str, path: Path | None, write: Callable[[Path], object]) -> Non
 
 def _finish_collectives(plan: collectives.Plan, results: collectives.Results) -> None:
     _write("plot", plan.plot, lambda path: plot.draw(results.results, path, machine.describe()))
-    for each in results.wrong:
-        print(f"WRONG    {each.library} {each.op} of {size_text(each.size_bytes)}")
 
 
 def _finish_planner(plan: planner.Plan, results: planner.Results) -> None:

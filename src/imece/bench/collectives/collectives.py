@@ -138,9 +138,13 @@ class Results(report.Results):
     results: list[Result] = field(default_factory=list)
 
     @property
-    def wrong(self) -> list[Result]:
+    def wrong(self) -> list[str]:
         """Those of libraries that summed or copied wrongly."""
-        return [each for each in self.results if not each.right]
+        return [
+            f"{each.library} {each.op} of {size_text(each.size_bytes)} among {each.ranks} ranks: its result"
+            for each in self.results
+            if not each.right
+        ]
 
     def as_json(self) -> dict[str, Any]:
         return {"plan": asdict(self.plan), "results": [each.as_json() for each in self.results]}

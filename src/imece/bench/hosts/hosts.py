@@ -88,8 +88,7 @@ class Results(report.Results):
 
     @property
     def wrong(self) -> list[str]:
-        """The ways with a wrong result."""
-        return [way for way, right in self.right.items() if not right]
+        return [f"{way}: its result" for way, right in self.right.items() if not right]
 
     def model_s(self, parts: int) -> float:
         """The model of a pipelined ring over K = 3 ranks in S parts: (K-2+S) * M/(S*B)."""

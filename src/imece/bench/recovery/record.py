@@ -96,6 +96,18 @@ class Kills:
         return self.drill["seen"][-1][1] if self.drill["seen"] else 0
 
     @property
+    def wrong(self) -> str:
+        """What did not go as it should, if anything."""
+        drill = self.drill
+        if drill["passed"] and self.difference is not None:
+            return ""
+        left = f"; left behind: {', '.join(drill['left'])}" if drill["left"] else ""
+        return (
+            f"{drill['survived']} of {drill['plan']['kills']} kills came and were survived, "
+            f"and the run ended with status {drill['status']}{left}"
+        )
+
+    @property
     def kills_compared(self) -> int:
         """Kills that came before the parameters were compared."""
         return sum((fault["step"] or 0) < self.compared for fault in self.drill["faults"])
@@ -113,10 +125,8 @@ class Results(report.Results):
 
     @property
     def wrong(self) -> list[str]:
-        """The strategies in which a kill did not come or was not survived, or whose run did not end or left
-        something over."""
         found = self.kills.items()
-        return [name for name, each in found if not each.drill["passed"] or each.difference is None]
+        return [f"{name}: {why}" for name, each in found if (why := each.wrong)]
 
     @property
     def slower_start(self) -> float | None:

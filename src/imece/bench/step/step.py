@@ -140,7 +140,7 @@ class Results(report.Results):
 
     @property
     def wrong(self) -> list[str]:
-        """The synchronising ways that did not train the same model as most."""
+        """Of the synchronising ways those that did not train the same model as most."""
         return odd_losses({way: loss for way, loss in self.losses.items() if way not in APART}, 1e-3)
 
 
@@ -162,8 +162,6 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                 _trace(crew, results, way, tokens)
     for way, why in results.left_out.items():
         say(f"  {way} is left out: {why}")
-    for way in results.wrong:
-        say(f"  WRONG: {way} did not train the same model as the others")
     for name, traces in results.traces.items():
         number, _, overlap = name.partition("-")
         say(

@@ -112,8 +112,6 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
                 results.taken.append(taken)
                 for line in [*_table(plan, rows), *taken.lines]:
                     say(line)
-    for line in results.wrong:
-        say(f"WRONG    {line}")
     return results
 
 

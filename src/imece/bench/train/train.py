@@ -81,7 +81,6 @@ class Results(report.Results):
 
     @property
     def wrong(self) -> list[str]:
-        """The ways that did not train the same model as most."""
         return odd_losses({way: loss for way, loss in self.losses.items() if way != ALONE}, 5e-3)
 
     def as_json(self) -> dict[str, Any]:
@@ -116,8 +115,6 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         _measure_saves(contenders[plan.default], results)
     for line in lines(results):
         say(line)
-    for way in results.wrong:
-        say(f"  WRONG: {way} did not train the same model as the others")
     return results
 
 
