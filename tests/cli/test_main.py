@@ -61,6 +61,7 @@ def test_help_and_version() -> None:
     for argv in ((), ("bench",)):
         status, out, err = run(*argv)
         assert (status, err) == (2, "") and out.startswith("usage: imece ")
+        assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`imece bench`: measure this machine's collectives, two emulated hosts, a training step, and training."""
+"""`imece bench`: the list of benchmarks; runs one, and judges what it found."""
 
 from __future__ import annotations
 
@@ -139,14 +139,14 @@ BENCHMARKS = {
         finish=_finish_collectives,
     ),
     "hosts": Benchmark(
-        "two emulated hosts on a slow cable (needs root and iproute2): all_reduce, broadcast, steps",
+        "two emulated hosts on a slow cable; needs root and iproute2",
         hosts.Plan,
         hosts.run,
         hosts.judged,
         measures=False,
     ),
     "step": Benchmark(
-        "what synchronisation adds to a step: imece, torch, Accelerate, Fabric; a timeline",
+        "what synchronisation adds to a step: imece, torch and others",
         step.Plan,
         step.run,
         step_targets.judged,
@@ -154,17 +154,17 @@ BENCHMARKS = {
         finish=lambda plan, results: step.write_timelines(results, plan.trace, plan.plot, _say),
     ),
     "pipeline": Benchmark(
-        "how long the ranks of a pipeline idle in each schedule, beside (p - 1) / m",
+        "how long ranks idle in each schedule, beside (p - 1) / m",
         pipeline.Plan,
         pipeline.run,
     ),
     "tensor": Benchmark(
-        "a step of ranks that divide matrices, beside one rank and torch's parallelize_module",
+        "ranks that divide matrices, beside one rank and torch's own way",
         tensor.Plan,
         tensor.run,
     ),
     "memory": Benchmark(
-        "bytes of a rank by category in every strategy, predicted and counted; bars",
+        "bytes of a rank in every strategy, predicted and counted; bars",
         memory.Plan,
         memory.run,
         finish=lambda plan, results: _write(
@@ -174,7 +174,7 @@ BENCHMARKS = {
         ),
     ),
     "save": Benchmark(
-        "what a checkpoint in the background costs training: time, bytes, memory",
+        "what a checkpoint costs training: time, bytes, memory",
         save.Plan,
         save.run,
         save.judged,
@@ -186,7 +186,7 @@ BENCHMARKS = {
         recovery_targets.judged,
     ),
     "planner": Benchmark(
-        "predictions of imece plan beside published measurements; nothing is run",
+        "imece plan beside published measurements; nothing is run",
         planner.Plan,
         planner.run,
         planner.judged,
@@ -194,14 +194,14 @@ BENCHMARKS = {
         measures=False,
     ),
     "train": Benchmark(
-        "imece train beside a plain loop with torch on Gloo, and the machine's limit",
+        "imece train beside a plain loop on Gloo, and the machine's limit",
         contenders.Plan,
         train.run,
         train_targets.judged,
         _IDLE,
     ),
     "gpu": Benchmark(
-        "one GPU: imece beside the bare model, torch's DDP and fully_shard; loop, optimizer",
+        "one GPU: imece beside the bare model, torch's DDP and fully_shard",
         gpu.Plan,
         gpu.run,
         gpu_targets.judged,

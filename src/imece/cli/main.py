@@ -25,12 +25,12 @@ COMMANDS = {
     "train": "train a language model on text, or go on with a run",
     "sample": "let a trained model write, or one in Hugging Face's format",
     "eval": "the loss of either, on the run's own held-out text or on other",
-    "export": "write a trained model in Hugging Face's format, or its adapters in peft's",
-    "plan": "what fits on which GPUs, how fast it is, and why, before anything is rented",
+    "export": "write a model in Hugging Face's format, or its adapters in peft's",
+    "plan": "what fits on which GPUs and how fast, before anything is rented",
     "convert": "read a configuration of DeepSpeed's or Accelerate's",
-    "launch": "run a script on several ranks, of this host or of several; replace those that die",
-    "drill": "the same as launch, and hit random ranks with a signal: does it go on?",
-    "bench": "measure steps, memory, saves, recovery, collectives, beside torch and others",
+    "launch": "run a script on ranks of one host or more; replace those that die",
+    "drill": "the same, and hit random ranks with a signal: does it go on?",
+    "bench": "measure steps, memory, recovery, collectives, beside torch and others",
     "doctor": "check this host, and every collective on it",
 }
 
