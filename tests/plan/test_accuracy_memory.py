@@ -6,15 +6,8 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from imece.plan.accuracy.memory import (
-    korthikanti,
-    llm_foundry_fits,
-    megatron_ci,
-    torchtitan_memory,
-    ultrascale_fits,
-    ultrascale_memory,
-    zero_states,
-)
+from imece.plan.accuracy import memory as accuracy_memory
+from imece.plan.accuracy.memory import llm_foundry_fits, ultrascale_fits
 from imece.plan.accuracy.published import read
 from imece.plan.accuracy.statistics import summary
 
@@ -22,7 +15,7 @@ from imece.plan.accuracy.statistics import summary
 def test_table_1_of_zero_is_met_in_every_printed_digit() -> None:
     """The paper rounds, but for eight numbers without decimals, which it cuts off (257.75 is 257)."""
     cut = 0
-    for r, row in zip(read("zero_states").rows, zero_states(), strict=True):
+    for r, row in zip(read("zero_states").rows, accuracy_memory.rows("zero_states"), strict=True):
         printed, found = Decimal(r["gb"]), Decimal(str(round(row.predicted, 6)))
         digits = Decimal(10) ** -len(str(r["gb"]).partition(".")[2])
         if found.quantize(digits, ROUND_HALF_UP) != printed:
@@ -33,7 +26,7 @@ def test_table_1_of_zero_is_met_in_every_printed_digit() -> None:
 
 def test_the_figures_of_korthikanti_are_met() -> None:
     """Figure 1 exactly; figure 7, whose per cents were read off its bars, within 0.15."""
-    rows = korthikanti()
+    rows = accuracy_memory.rows("korthikanti_memory")
     for row in rows:
         if row.name.endswith("_gib"):
             assert row.predicted == row.measured, row
@@ -43,7 +36,7 @@ def test_the_figures_of_korthikanti_are_met() -> None:
 
 
 def test_ultrascale_memory_is_predicted_alike_where_it_was_fitted_and_where_not() -> None:
-    rows = ultrascale_memory()
+    rows = accuracy_memory.rows("ultrascale_memory")
     for held_out in (False, True):
         found = summary([row for row in rows if row.held_out is held_out])
         assert found.rows > 250
@@ -67,9 +60,9 @@ def test_what_ran_in_llm_foundry_fits() -> None:
 
 
 def test_the_other_tables() -> None:
-    assert summary(torchtitan_memory()).mape <= 0.01
+    assert summary(accuracy_memory.rows("torchtitan_memory")).mape <= 0.01
     limits = {"gpt": (140, 0.07), "bert": (7, 0.05), "moe": (20, 0.2), "mixtral": (2, 0.15)}
     for family, (least, mape) in limits.items():
-        found = summary(megatron_ci(family))
+        found = summary(accuracy_memory.rows(f"megatron_ci_{family}"))
         assert found.rows >= least
         assert found.mape <= mape, family

@@ -12,8 +12,8 @@ from hypothesis import given
 
 from imece.cli.main import main
 from imece.errors import UserError
+from imece.plan.accuracy import memory as accuracy_memory
 from imece.plan.accuracy import steps as accuracy_time
-from imece.plan.accuracy.memory import torchtitan_float8_memory, torchtitan_memory
 from imece.plan.answer.call import next_of
 from imece.plan.answer.explain import _fp8
 from imece.plan.answer.search import search, settled
@@ -263,7 +263,7 @@ def test_published_steps_in_fp8() -> None:
 
 
 def test_published_memory_in_fp8() -> None:
-    rows = torchtitan_float8_memory()
+    rows = accuracy_memory.rows("torchtitan_float8_memory")
     assert len(rows) == 7 and all(row.held_out for row in rows)
     assert sum(abs(row.error) < 0.07 for row in rows) == 6
-    assert rows[0].predicted == torchtitan_memory()[1].predicted
+    assert rows[0].predicted == accuracy_memory.rows("torchtitan_memory")[1].predicted

@@ -21,7 +21,7 @@ from imece.models.dealing import deal
 from imece.models.presets import preset
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
-from imece.plan.accuracy.memory import own_engine
+from imece.plan.accuracy import memory as accuracy_memory
 from imece.plan.accuracy.statistics import summary
 from imece.plan.answer.search import framework_on, with_usual_buckets
 from imece.plan.memory.frameworks import IMECE_CPU
@@ -43,7 +43,7 @@ STRATEGIES: tuple[tuple[Strategy, bool], ...] = (
 
 
 def test_what_was_counted_of_three_models_on_2_and_4_ranks_was_predicted() -> None:
-    rows = own_engine()
+    rows = accuracy_memory.rows("own_engine")
     assert len(rows) == 3 * 2 * 5 + 3 * 2 * 4  # fp32, and bf16, which replicate does not have
     found = summary(rows)
     assert found.mape <= 0.002

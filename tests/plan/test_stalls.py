@@ -9,7 +9,7 @@ import pytest
 
 from imece.plan.accuracy import nanotron
 from imece.plan.accuracy.stalls import Stalls, stalls
-from imece.plan.accuracy.steps import Case, row, ultrascale
+from imece.plan.accuracy.steps import Case, cases_of, row
 from imece.plan.models.model import Model
 from imece.plan.presets import find_cluster
 from imece.plan.setup import Parallel, Recipe, Setup
@@ -25,7 +25,7 @@ Before = Callable[[int], bool]  # whether a run was made before the repair
 def made_up(slower: Slower, before: Before) -> Stalls:
     """Runs of 2 hosts that take what is predicted of the later version, and so much more."""
     cases = []
-    for at, each in enumerate(each for each in ultrascale() if each.cell.endswith(" 2 hosts")):
+    for at, each in enumerate(each for each in cases_of("ultrascale") if each.cell.endswith(" 2 hosts")):
         case = replace(each, manner=replace(each.manner, message_s=0.0))
         setup = case.setups[0]
         stages, predicted = setup.parallel.pipeline, row(replace(case, sequences=0)).predicted

@@ -23,7 +23,6 @@ from imece.plan.accuracy import memory as accuracy_memory
 from imece.plan.accuracy import parts as accuracy_parts
 from imece.plan.accuracy import statistics as accuracy
 from imece.plan.accuracy import steps as accuracy_time
-from imece.plan.accuracy.published import read_own
 from imece.plan.accuracy.stalls import stalls
 from imece.plan.accuracy.statistics import Row, Summary
 from imece.plan.memory.memory import memory
@@ -114,9 +113,8 @@ def _table(name: str, own: Path | None) -> Table:
     if name in accuracy_parts.TABLES:
         return Table(name, "s", tuple(accuracy_parts.TABLES[name]()))
     if name in accuracy_time.TABLES:
-        return Table(name, "s", tuple(accuracy_time.rows(name, read_own(name, own) if own else None)))
-    file, rows = accuracy_memory.TABLES[name]
-    return Table(name, _UNITS.get(name, "GiB"), tuple(rows(read_own(file, own) if own else None)))
+        return Table(name, "s", tuple(accuracy_time.rows(name, own)))
+    return Table(name, _UNITS.get(name, "GiB"), tuple(accuracy_memory.rows(name, own)))
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:
@@ -130,7 +128,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
         for line in lines(table, plan.worst):
             say(line)
     if plan.rows is not None and "ultrascale_memory" in plan.tables:
-        results.fits = {"these rows": accuracy_memory.ultrascale_fits(own=read_own("ultrascale", plan.rows))}
+        results.fits = {"these rows": accuracy_memory.ultrascale_fits(own=plan.rows)}
     if not plan.tables:
         results.fits = {
             "ultrascale": accuracy_memory.ultrascale_fits(),

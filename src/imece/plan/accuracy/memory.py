@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from imece.buckets import default_cap_bytes
 from imece.footprint import DIVIDED, Sizes, footprint
 from imece.plan.accuracy.published import Table, read
 from imece.plan.accuracy.statistics import Row
-from imece.plan.accuracy.steps import (
-    Case,
-    gpt,
-    llm_foundry,
-    torchtitan,
-    torchtitan_float8,
-    ultrascale_name,
-    ultrascale_setup,
-)
+from imece.plan.accuracy.steps import cases_of, gpt, torchtitan, ultrascale_name, ultrascale_setup
 from imece.plan.hardware import GIB, Gpu
 from imece.plan.memory.activations import kept_layer, layers_in_flight
 from imece.plan.memory.frameworks import IMECE_CPU, LLM_FOUNDRY, MEGATRON, NANOTRON, PAPER, TORCHTITAN
@@ -46,11 +39,11 @@ class Fits:
     too_large_flagged: int
 
 
-def zero_states(own: Table | None = None) -> list[Row]:
+def zero_states(table: Table) -> list[Row]:
     """Table 1 of ZeRO, in GB; the paper rounds, and truncates numbers shown without decimals. Nothing is
     fitted."""
     rows = []
-    for r in (own or read("zero_states")).rows:
+    for r in table.rows:
         whole, ranks = float(r["billions"]) * 1e9, r["ranks"]
         divides = DIVIDED[f"zero{r['stage']}"]
         found = footprint(
@@ -62,10 +55,10 @@ def zero_states(own: Table | None = None) -> list[Row]:
     return rows
 
 
-def korthikanti(own: Table | None = None) -> list[Row]:
+def korthikanti(table: Table) -> list[Row]:
     """Figures 1 (GiB) and 7 (per cent of tensor parallelism alone). Nothing is fitted."""
     rows = []
-    for r in (own or read("korthikanti_memory")).rows:
+    for r in table.rows:
         setup = _of_paper(r)
         held_ = held(setup, 0, PAPER.stages)
         states = 18 * held_.layers * held_.products / GIB  # the paper's 18 bytes, for matrices only
@@ -102,10 +95,10 @@ def _activations(setup: Setup, sequence: bool, recompute: Recomputation) -> floa
     return kept.total * layers_in_flight(layers, parallel, recipe, 0)
 
 
-def ultrascale_memory(own: Table | None = None) -> list[Row]:
+def ultrascale_memory(table: Table) -> list[Row]:
     """GiB that rank 0 reserved, in runs that succeeded. 1B was fitted; 3B is held out."""
     rows = []
-    for r in (own or read("ultrascale")).rows:
+    for r in table.rows:
         if r["status"] == "ok":
             found = memory(ultrascale_setup(r), 0, NANOTRON).total / GIB
             cell = f"{r['model']}, {r['nodes']} hosts"
@@ -114,11 +107,11 @@ def ultrascale_memory(own: Table | None = None) -> list[Row]:
     return rows
 
 
-def ultrascale_fits(model: str | None = None, own: Table | None = None) -> Fits:
+def ultrascale_fits(model: str | None = None, own: Path | None = None) -> Fits:
     """Counts over all its runs. A failure counts as memory's if the pipeline's schedule and stages were
     possible, no other run of the same configuration succeeded, and the prediction is more than half of the
     device."""
-    table = [r for r in (own or read("ultrascale")).rows if model in (None, r["model"])]
+    table = [r for r in read("ultrascale", own).rows if model in (None, r["model"])]
     gpu = find_gpu("H100")
     ran = {_configuration(r) for r in table if r["status"] == "ok"}
     passed: list[bool] = []  # for each run that ran: whether it is predicted to fit
@@ -157,37 +150,26 @@ def _has_room(needed: int, gpu: Gpu) -> bool:
 def llm_foundry_fits() -> Fits:
     """All these runs succeeded. Nothing is fitted."""
     passed = ran = 0
-    for case in llm_foundry():
+    for case in cases_of("llm_foundry"):
         needed = min(memory(setup, None, LLM_FOUNDRY).total for setup in case.setups)
         ran += 1
         passed += _has_room(needed, case.cluster.gpu)
     return Fits(ran, passed, failed=0, too_large=0, too_large_flagged=0)
 
 
-def torchtitan_memory(own: Table | None = None) -> list[Row]:
-    """GiB reserved, rows in bf16. Slack, a single number, is fitted on the rows with 8 GPUs."""
-    table = own or read("torchtitan")
-    return _reserved(table, torchtitan(table), held_out=False)
-
-
-def torchtitan_float8_memory(own: Table | None = None) -> list[Row]:
-    """GiB reserved; nothing is fitted on these rows."""
-    table = own or read("torchtitan_float8")
-    return _reserved(table, torchtitan_float8(table), held_out=True)
-
-
-def _reserved(table: Table, cases: Iterator[Case], held_out: bool) -> list[Row]:
-    found = []
-    for case, r in zip(cases, table.rows, strict=True):
+def torchtitan_memory(table: Table, fitted_gpus: int = 0) -> list[Row]:
+    """GiB reserved. Slack, a single number, is fitted on rows with up to `fitted_gpus` GPUs."""
+    rows = []
+    for case, r in zip(torchtitan(table), table.rows, strict=True):
         predicted = memory(case.setups[0], None, TORCHTITAN).total / GIB
-        found.append(Row(case.name, float(r["memory_gib"]), predicted, held_out=held_out or r["gpus"] > 8))
-    return found
+        rows.append(Row(case.name, float(r["memory_gib"]), predicted, held_out=r["gpus"] > fitted_gpus))
+    return rows
 
 
-def megatron_ci(family: str, own: Table | None = None) -> list[Row]:
+def megatron_ci(table: Table, family: str) -> list[Row]:
     """GiB at the peak of the last stage, for one family (gpt, moe, bert, mixtral)."""
     rows = []
-    for r in (own or read("megatron_ci")).rows:
+    for r in table.rows:
         if r["family"] == family and (setup := _of_ci(r)) is not None:
             found = memory(setup, setup.parallel.pipeline - 1, MEGATRON).total / GIB
             name = f"{r['case']} {r['golden'].removesuffix('.json').removeprefix('golden_values_')}"
@@ -242,10 +224,10 @@ def _is_new(r: Mapping[str, Any]) -> bool:
     return "dracooci" not in r["golden"] and r["implementation"] != "local"
 
 
-def own_engine(own: Table | None = None) -> list[Row]:
+def own_engine(table: Table) -> list[Row]:
     """MB that a rank of imece holds, without activations. Nothing is fitted."""
     rows = []
-    for r in (own or read("own_engine")).rows:
+    for r in table.rows:
         model, ranks = gpt(r, r["vocab"], r["length"]), r["ranks"]
         name, _, gathers = r["strategy"].partition("-")
         shard = ranks if DIVIDED[name].optimizer else 1
@@ -264,16 +246,22 @@ def own_engine(own: Table | None = None) -> list[Row]:
     return rows
 
 
-# Name -> (its file, function that gives its rows, or those of another table with the same columns).
-TABLES: dict[str, tuple[str, Callable[[Table | None], list[Row]]]] = {
+TABLES: dict[str, tuple[str, Callable[[Table], list[Row]]]] = {
     "zero_states": ("zero_states", zero_states),
     "korthikanti_memory": ("korthikanti_memory", korthikanti),
     "own_engine": ("own_engine", own_engine),
     "ultrascale_memory": ("ultrascale", ultrascale_memory),
-    "torchtitan_memory": ("torchtitan", torchtitan_memory),
-    "torchtitan_float8_memory": ("torchtitan_float8", torchtitan_float8_memory),
+    "torchtitan_memory": ("torchtitan", partial(torchtitan_memory, fitted_gpus=8)),
+    "torchtitan_float8_memory": ("torchtitan_float8", torchtitan_memory),
     **{
-        f"megatron_ci_{family}": ("megatron_ci", partial(megatron_ci, family))
+        f"megatron_ci_{family}": ("megatron_ci", partial(megatron_ci, family=family))
         for family in ("gpt", "moe", "mixtral", "bert")
     },
 }
+"""Name -> (its file, function that gives its rows with their predictions)."""
+
+
+def rows(table: str, own: Path | None = None) -> list[Row]:
+    """All rows of a table, or of the file `own`, which has the same columns."""
+    file, predicted = TABLES[table]
+    return predicted(read(file, own))

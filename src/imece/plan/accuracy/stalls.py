@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from imece.plan.accuracy.statistics import Row, kendall, of_cells
-from imece.plan.accuracy.steps import Case, row, ultrascale
+from imece.plan.accuracy.steps import Case, cases_of, row
 from imece.plan.speed.stage import messages
 
 _STALLED = (0.19, 0.33)  # extra s per message
@@ -39,7 +39,7 @@ class Stalls:
 
 def stalls(cases: Sequence[Case] | None = None) -> Stalls:
     """Counts for ultrascale's runs, or other runs of its kind. ValueError if no earlier run is stalled."""
-    cases = list(ultrascale()) if cases is None else cases
+    cases = list(cases_of("ultrascale")) if cases is None else cases
     rows = [row(replace(case, manner=replace(case.manner, message_s=0.0))) for case in cases]
     late = [_late_s(case, each) for case, each in zip(cases, rows, strict=True)]
     pipelines = {at for at, case in enumerate(cases) if case.setups[0].parallel.pipeline > 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from imece.plan.accuracy import nanotron
@@ -57,12 +58,12 @@ def row(case: Case) -> Row:
     return Row(case.name, measured, predicted, work, case.cell, case.held_out, setup.parallel.ranks)
 
 
-def ultrascale(own: Table | None = None) -> Iterator[Case]:
+def ultrascale(table: Table) -> Iterator[Case]:
     """The successful runs. Fitted on 1B; 3B is held out.
 
     They were made with two versions of nanotron, on two networks.
     """
-    for r in (own or read("ultrascale")).rows:
+    for r in table.rows:
         if r["status"] != "ok":
             continue
         setup = ultrascale_setup(r)
@@ -98,9 +99,9 @@ def ultrascale_setup(r: Mapping[str, Any]) -> Setup:
     return Setup(model, parallel, recipe)
 
 
-def llm_foundry(own: Table | None = None) -> Iterator[Case]:
+def llm_foundry(table: Table) -> Iterator[Case]:
     """Fitted on runs of one host; runs on several hosts are held out."""
-    for r in (own or read("llm_foundry")).rows:
+    for r in table.rows:
         model, gpus = gpt(r, 50368, r["seq"], biases=False), r["gpus"]
         wide = r["mode"] == "amp_bf16"
         precision = Precision() if wide else Precision(masters=0, moments=2)
@@ -120,21 +121,6 @@ def llm_foundry(own: Table | None = None) -> Iterator[Case]:
         )
 
 
-def torchtitan(own: Table | None = None) -> Iterator[Case]:
-    """Rows in bf16; nothing is fitted on them."""
-    return _torchtitan(own or read("torchtitan"), _h100_at_500_w())
-
-
-def torchtitan_float8(own: Table | None = None) -> Iterator[Case]:
-    """Rows whose layers are multiplied in FP8; nothing is fitted on them."""
-    return _torchtitan(own or read("torchtitan_float8"), _h100_at_500_w())
-
-
-def torchtitan_h200(own: Table | None = None) -> Iterator[Case]:
-    """Rows in FP8 on another GPU, half a year later; nothing is fitted on them."""
-    return _torchtitan(own or read("torchtitan_h200"), find_gpu("H200"))
-
-
 def _h100_at_500_w() -> Gpu:
     """An H100 at 500 W: everything that multiplies is slower, attention too."""
     gpu = find_gpu("H100")
@@ -147,7 +133,9 @@ def _h100_at_500_w() -> Gpu:
     )
 
 
-def _torchtitan(table: Table, gpu: Gpu) -> Iterator[Case]:
+def torchtitan(table: Table, gpu: Gpu | None = None) -> Iterator[Case]:
+    """Nothing is fitted on them. gpu: by default an H100 at 500 W."""
+    gpu = gpu or _h100_at_500_w()
     for r in table.rows:
         gpus, model = r["gpus"], _LLAMAS[r["model"]]
         cluster = find_cluster("H100", 8, -(-gpus // 8), "infiniband-ndr")
@@ -178,9 +166,9 @@ _LLAMAS = {
 _AT_500_W = (500 / 700) ** (1 / 3)  # clocks scale with the cube root of power
 
 
-def vtrain(own: Table | None = None) -> Iterator[Case]:
+def vtrain(table: Table) -> Iterator[Case]:
     """Fitted on models of width 1024; those of width 2048 are held out."""
-    for r in (own or read("vtrain")).rows:
+    for r in table.rows:
         model, shape = gpt(r, 51200, r["seq"]), f"{r['layers']} x {r['width']}"
         data, micro = r["dp"], r["micro_batch"]
         recipe = Recipe(
@@ -211,9 +199,9 @@ def gpt(r: Mapping[str, Any], vocab: int, seq: int, *, biases: bool = True) -> M
     )  # fmt: skip
 
 
-def sc21(own: Table | None = None) -> Iterator[Case]:
+def sc21(table: Table) -> Iterator[Case]:
     """The table lacks micro-batch and chunks: its authors took the fastest, and so does this."""
-    for r in (own or read("sc21")).rows:
+    for r in table.rows:
         model = gpt(r, r["vocab"], r["seq"])
         data, pipeline = r["dp"], r["pp"]
         share = r["global_batch"] // data
@@ -238,9 +226,9 @@ def sc21(own: Table | None = None) -> Iterator[Case]:
         )
 
 
-def korthikanti(own: Table | None = None) -> Iterator[Case]:
+def korthikanti(table: Table) -> Iterator[Case]:
     """Steps of table 5."""
-    for r in (own or read("korthikanti_iteration")).rows:
+    for r in table.rows:
         data = r["dp"]
         selective = r["mode"] == "selective"
         recipe = Recipe(
@@ -262,18 +250,23 @@ def korthikanti(own: Table | None = None) -> Iterator[Case]:
         )
 
 
-TABLES: dict[str, Callable[[Table | None], Iterator[Case]]] = {
+TABLES: dict[str, Callable[[Table], Iterator[Case]]] = {
     "ultrascale": ultrascale,
     "llm_foundry": llm_foundry,
-    "torchtitan": torchtitan,
-    "torchtitan_float8": torchtitan_float8,
-    "torchtitan_h200": torchtitan_h200,
+    "torchtitan": torchtitan,  # in bf16
+    "torchtitan_float8": torchtitan,  # layers multiplied in FP8
+    "torchtitan_h200": lambda table: torchtitan(table, find_gpu("H200")),  # the same, half a year later
     "vtrain": vtrain,
     "sc21": sc21,
     "korthikanti_iteration": korthikanti,
 }
 
 
-def rows(table: str, own: Table | None = None) -> list[Row]:
-    """All cases of a table with their predictions; `own`: use these rows of the same kind instead."""
-    return [row(case) for case in TABLES[table](own)]
+def cases_of(table: str, own: Path | None = None) -> Iterator[Case]:
+    """All cases of a table, or of the rows in the file `own`, which has the same columns."""
+    return TABLES[table](read(table, own))
+
+
+def rows(table: str, own: Path | None = None) -> list[Row]:
+    """The same with their predictions."""
+    return [row(case) for case in cases_of(table, own)]

@@ -31,24 +31,25 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".csv") for file in files if file.name.endswith(".csv")))
 
 
-def read(name: str) -> Table:
-    """The table in `name`.csv. FileNotFoundError if there is none, ValueError without a source or a row."""
-    return _table(name, resources.files(__name__).joinpath(f"{name}.csv").read_text(encoding="utf-8"))
+def read(name: str, own: Path | None = None) -> Table:
+    """The table in `name`.csv, or in a file of your own with its columns.
 
-
-def read_own(name: str, path: Path) -> Table:
-    """Rows of your own with the columns of table `name`. UserError if the file cannot be read or lacks a
-    column."""
+    UserError if your own cannot be read or lacks a column. FileNotFoundError if there is no such table,
+    ValueError if it is without a source or a row.
+    """
+    table = _table(name, resources.files(__name__).joinpath(f"{name}.csv").read_text(encoding="utf-8"))
+    if own is None:
+        return table
     try:
-        table = _table(name, path.read_text(encoding="utf-8"))
+        found = _table(name, own.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{own}: {error.strerror}") from None
     except ValueError as error:  # includes bytes that are not UTF-8
-        raise UserError(f"{path}: {error}") from None
-    missing = [column for column in read(name).rows[0] if column not in table.rows[0]]
+        raise UserError(f"{own}: {error}") from None
+    missing = [column for column in table.rows[0] if column not in found.rows[0]]
     if missing:
-        raise UserError(f"{path} has no column {', '.join(missing)}; table {name} has")
-    return table
+        raise UserError(f"{own} has no column {', '.join(missing)}; table {name} has")
+    return found
 
 
 def _table(name: str, text: str) -> Table:
