@@ -1113,3 +1113,19 @@ def test_memory_that_two_parameters_share() -> None:
     refuse_tied_by_data([], frozen)
     with pytest.raises(ValueError, match="a and c share memory"):
         refuse_tied_by_data([("c", flat[6:9])], frozen)
+
+
+def test_a_norm_of_all_that_it_steps() -> None:
+    """A rank would take that of its parts, and scale these by another number than other ranks do."""
+
+    class Lamb(SGD):
+        """Divides gradients by their norm, where that is larger than a number in its groups."""
+
+    optimizer = Lamb([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    optimizer.param_groups[0]["max_grad_norm"] = None
+    assert not is_element_wise(optimizer)
+    optimizer.param_groups[0]["max_grad_norm"] = 0.5
+    with pytest.raises(
+        ValueError, match=r"Lamb clips by the norm of all .*max_grad_norm=0.5.*clip_grad_norm_"
+    ):
+        is_element_wise(optimizer)

@@ -56,6 +56,13 @@ def is_element_wise(optimizer: Optimizer) -> bool:
                 f"{name} cannot be sharded: {_NEVER[kind]}; use strategy='replicate' or another optimizer"
             )
     for at, group in enumerate(optimizer.param_groups if not _is_known(optimizer) else ()):
+        if norm := group.get("max_grad_norm"):  # the name for it in LAMB, as timm and apex have it
+            raise ValueError(
+                f"{name} clips by the norm of all that it steps (max_grad_norm={norm}), and a rank steps "
+                f"some of it: make it with max_grad_norm=None, or 0 if it knows no None, and clip before "
+                f"each step, by torch.nn.utils.clip_grad_norm_(model.parameters(), {norm}); or use "
+                f"strategy='replicate'"
+            )
         many = len(group["params"])
         for key, value in group.items():
             # A list of two numbers could be the betas of one parameter or one beta for each of
