@@ -205,6 +205,12 @@ def test_whatever_divides_the_model_the_losses_are_those_of_one_rank(
     assert losses(out) == pytest.approx(alone, abs=2e-4), axes
 
 
+def test_a_mesh_that_no_model_can_use_is_refused(tmp_path: Path) -> None:
+    words = ["--ranks", "4", str(MODEL_PARALLEL), "--steps", "1", "--mesh", "pipeline=2,context=2"]
+    status, out, err = in_fork(launched, str(tmp_path), *words)
+    assert status == 2 and "stages take no positions" in out + err
+
+
 def losses(output: str) -> list[float]:
     """Of the one rank that prints some."""
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
@@ -218,6 +224,7 @@ def losses(output: str) -> list[float]:
         (["--mesh", "tensor=2"], "tensor 2 = 2 ranks, but the world has 1"),
         (["--text", "/dev/null"], "--text /dev/null has 0 bytes: at least 256"),
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["--batch", "0"], "--batch 0: a multiple of 1, the ranks that read their own"),
     ],
 )
 def test_a_mistake_in_a_mesh_is_one_line(
