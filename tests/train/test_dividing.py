@@ -40,19 +40,21 @@ def curve(run: Path) -> list[float]:
 
 
 def rank_1_dies(times: int = 1) -> None:
-    """In the middle of its seventh step, so often, when what was saved after the fourth is on the disk and
-    its launcher has heard of the steps since."""
+    """In the middle of its seventh step, so often, when what was saved after the fourth or fifth is on the
+    disk. If more than once its launcher, which looks once a second, has heard of the fifth and the sixth."""
     run = Step.run
 
     def until_then(self: Step, index: int, lr: float) -> Any:
         flag = Path(os.environ["FLAG"])
         died = len(flag.read_text()) if flag.exists() else 0
-        if os.environ["RANK"] == "1" and index == 6 and died < times:
-            flag.write_text("x" * (died + 1))
-            while not all_steps(flag.with_name("dies") / "checkpoints"):
-                time.sleep(0.01)
-            time.sleep(0.5 * (times > 1))
-            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["RANK"] == "1" and died < times:
+            if times > 1:
+                time.sleep({5: 1.5, 6: 0.5}.get(index, 0.0))
+            if index == 6:
+                flag.write_text("x" * (died + 1))
+                while not all_steps(flag.with_name("dies") / "checkpoints"):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
         return run(self, index, lr)
 
     mock.patch.object(Step, "run", until_then).start()
