@@ -117,7 +117,7 @@ def parallelize(
     if not isinstance(strategy, str):
         raise TypeError(f"strategy={strategy!r}: a name, such as 'zero2'")
     named = find_strategy(strategy) if strategy.lower() != "auto" else None
-    if not isinstance(arranged, Mesh | dist.ProcessGroup):
+    if not (isinstance(arranged, dist.ProcessGroup) or hasattr(arranged, "data_group")):
         raise TypeError(f"mesh={mesh!r}: what imece.init() returned, or a process group")
     if init is not None and not callable(init):
         raise TypeError(f"init={init!r}: a function that fills one module")
