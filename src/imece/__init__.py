@@ -150,15 +150,17 @@ register_backend()
 at_opening += [_listen, _watch_gpus]
 
 
-def __getattr__(name: str) -> Any:
-    """PEP 562: import the module that has `name`, and with it torch."""
-    if name not in _HOME_OF:
-        raise AttributeError(
-            f"module 'imece' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
-    found = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # or type checkers would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """PEP 562: import the module that has `name`, and with it torch."""
+        if name not in _HOME_OF:
+            raise AttributeError(
+                f"module 'imece' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+            )
+        found = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

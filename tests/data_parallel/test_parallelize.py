@@ -758,7 +758,7 @@ def line_search(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     wrapped, optimizer = parallelize(apart, searching(apart), "replicate", group)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'closure'"):
-        optimizer.step()
+        optimizer.step()  # type: ignore[call-arg]
     said = r"closure of LBFGS returned [\d.]+ on rank 0, [\d.]+ on rank 1.* Return the mean over ranks"
     with pytest.raises(MismatchError, match=said):
         trained(wrapped, optimizer, mine, mean=False)

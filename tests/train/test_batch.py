@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imece.errors import UserError
-from imece.train.batch import BatchPlan, plan_batch
+from imece.train.batch import BatchPlan, plan_batch, shared_among
 from imece.train.config import BatchSection
 
 
@@ -26,6 +26,19 @@ def test_every_sequence_is_computed_once(ranks: int, sequences: int, micro: int,
     assert plan.micro == micro if micro else plan.micro <= 8
     by_tokens = BatchSection(sequences=7, tokens=sequences * seq, micro=micro)
     assert plan_batch(by_tokens, seq, ranks) == plan
+
+
+@given(
+    now=st.integers(1, 9), ranks=st.integers(1, 9), micro=st.integers(1, 9), accumulation=st.integers(1, 9)
+)
+def test_another_number_of_ranks_has_the_same_batch(
+    now: int, ranks: int, micro: int, accumulation: int
+) -> None:
+    plan = BatchPlan(4, ranks * micro * accumulation, ranks, micro, accumulation)
+    other = shared_among(plan, now)
+    assert (other.sequences, other.ranks) == (plan.sequences, now) and other.micro <= plan.micro
+    most = -(-plan.sequences // now)  # sequences of the rank that has most of them
+    assert other.micro * (other.accumulation - 1) < most <= other.micro * other.accumulation
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,13 @@ from imece.listing import kind_of
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part
 
-Factory = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+Stepped = TypeVar("Stepped", bound=Optimizer | Sequence[Optimizer])
+"""An optimizer or several, of the kind that is given, or that the given function makes."""
 
 
 def parallelize(
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | Factory,
+    optimizer: Stepped | Callable[[Iterable[nn.Parameter]], Stepped],
     strategy: str = "auto",
     mesh: Mesh | dist.ProcessGroup | None = None,
     *,
@@ -57,7 +58,7 @@ def parallelize(
     init: Init | None = None,
     offload: Literal["optimizer", "parameters"] | Offload | None = None,
     activation_bytes: int | None = None,
-) -> tuple[DistributedDataParallel, Any]:
+) -> tuple[DistributedDataParallel, Stepped]:
     """Make a model and its optimizer train as one on all ranks: `loss.backward(); optimizer.step()` as ever.
 
     Returns the wrapped model, and the given (or newly made) optimizer, which now steps this rank's part.
@@ -125,7 +126,7 @@ def parallelize(
         raise ValueError(f"activation_bytes={activation_bytes!r}: a whole number from 0")
     if precision is not None and not isinstance(precision, MixedPrecision):
         raise TypeError(f"precision={precision!r}: imece.MixedPrecision(param=..., reduce=...) of dtypes")
-    made = _made(optimizer, model)
+    made: Stepped = _made(optimizer, model)
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
@@ -192,11 +193,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
         )
 
 
-def _made(given: Any, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
+def _made(given: Any, model: nn.Module) -> Any:
     """The given optimizer or optimizers, or those that the given function makes. TypeError for
     anything else."""
     makes_one = callable(given) and not isinstance(given, Optimizer | Sequence)
-    made: Optimizer | Sequence[Optimizer] = given(model.parameters()) if makes_one else given
+    made = given(model.parameters()) if makes_one else given
     for each in made if isinstance(made, Sequence) else [made]:
         if not isinstance(each, Optimizer):
             raise TypeError(

@@ -699,7 +699,8 @@ class Scaled(nn.Linear):
 def test_extra_states_of_modules(tmp_path: Path, mesh: object, strategy: str) -> None:
     def make() -> tuple[DistributedDataParallel, list[Optimizer], Scaled]:
         model = nn.Sequential(inner := Scaled(2, 2))
-        return *imece.parallelize(model, [AdamW(model.parameters())], strategy), inner
+        optimizers: list[Optimizer] = [AdamW(model.parameters())]
+        return *imece.parallelize(model, optimizers, strategy), inner
 
     model, optimizers, inner = make()
     inner.extra = {"amax": 5.0, "history": torch.arange(3)}
