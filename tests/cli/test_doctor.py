@@ -212,6 +212,16 @@ def test_what_is_found_is_shown_at_once_and_no_rank_starts_that_cannot(
     assert capsys.readouterr().out.endswith(said) and len(shown) == 1
 
 
+def test_a_terminal_shows_what_is_found_within_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "GLOO_SOCKET_IFNAME=eth9 names no interface: unset it, or set it to one of lo, eth0"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert doctor._shown(Finding("warn", text)) == f"warn  {text}"  # for grep
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = doctor._shown(Finding("warn", text)).splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 40 and lines[0].startswith("warn  GLOO_")
+    assert " ".join(line[6:] for line in lines) == text
+
+
 def test_memory_port_and_versions() -> None:
     assert [f.status for f in host.memory(2**34, 2**33)] == ["ok", "ok"]
     small = list(host.memory(2**34, 64 * 2**20))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,11 +66,22 @@ def run(argv: Sequence[str]) -> int:
     for finding in findings(options.ranks, os.environ, links):
         found.append(finding)
         if not options.json:
-            print(f"{finding.status:<5} {finding.text}", flush=True)
+            print(_shown(finding), flush=True)
     if options.json:
         said = [asdict(finding) for finding in found]
         print(json.dumps({"machine": machine.facts(), "findings": said, "links": links}, indent=1))
     return 1 if any(finding.status == "fail" for finding in found) else 0
+
+
+def _shown(finding: Finding) -> str:
+    """In one line, for grep; on a terminal within its width."""
+    label = f"{finding.status:<5} "
+    if not sys.stdout.isatty():
+        return label + finding.text
+    return textwrap.fill(
+        finding.text, shutil.get_terminal_size().columns, initial_indent=label,
+        subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def findings(ranks: int, environ: Mapping[str, str], links: dict[str, Any]) -> Iterator[Finding]:
