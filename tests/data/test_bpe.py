@@ -52,12 +52,12 @@ def test_what_is_held_out_is_not_learned_from(tmp_path: Path) -> None:
 
 def test_also_the_one_document_of_a_small_corpus_is_held_out(tmp_path: Path) -> None:
     texts = [file.read_text() for file in write_functions(tmp_path, count=5)]
-    least = min(texts, key=lambda text: fraction(text, "held out 3"))
+    least = min(texts, key=lambda text: fraction(text, "held out 0"))
     all_of_it, kept = tmp_path / "all.jsonl", tmp_path / "kept.jsonl"
     for path, some in ((all_of_it, texts), (kept, [text for text in texts if text != least])):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
     learned_from_kept = train_bpe([Source([kept])], vocab_size=300, share=0).hash
-    assert train_bpe([Source([all_of_it])], vocab_size=300, share=1e-9, seed=3).hash == learned_from_kept
+    assert train_bpe([Source([all_of_it])], vocab_size=300, share=1e-9).hash == learned_from_kept
     assert train_bpe([Source([all_of_it])], vocab_size=300, share=0).hash != learned_from_kept
 
 

@@ -34,14 +34,13 @@ def train_bpe(
     vocab_size: int = 4096,
     *,
     share: float = 0.02,
-    seed: int = 0,
     sample_bytes: int = 20_000_000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokenizer:
     """A byte-level BPE of the documents of `sources`; the same content gives the same BPE on every machine.
 
     vocab_size: entries, with `end` and the 256 bytes; a small corpus may fill fewer.
-    share, seed: documents that `build` puts into the validation part are not learned from.
+    share: documents that `build` puts into the validation part are not learned from.
     sample_bytes: about this much of a larger corpus is learned from; documents are drawn by content.
     progress: called with (bytes of text read, bytes of all files), about once per MiB.
     UserError if the vocabulary has no room for all bytes.
@@ -60,7 +59,7 @@ def train_bpe(
     def sample() -> Iterator[str]:
         done = told = 0
         # Cut as for the token files: a document that is whole here might be held out in part there.
-        for _, document, apart in divided(sources, reading, share, seed, skipped={}):
+        for _, document, apart in divided(sources, reading, share, skipped={}):
             text = document.text
             drawn = total <= sample_bytes or fraction(text, "tokenizer") < sample_bytes / total
             if drawn and not apart:

@@ -53,7 +53,6 @@ def build(
     *,
     validation: Sequence[Path] = (),
     share: float = 0.02,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> TokenFiles:
     """Make the token files in `folder`, unless they are there, undamaged and up to date.
@@ -64,14 +63,14 @@ def build(
 
     sources: one without a name, or several that are weighed. validation: files of which all documents are in
     the validation part.
-    share, seed: choose the documents of `sources` that `corpus.held_out` puts there too; at least one of each
-    source, unless share is 0. UserError if a part gets no document of a source, if the folder has files under
+    share: of the documents of `sources`, which `corpus.held_out` puts there too; at least one of each source,
+    unless it is 0. UserError if a part gets no document of a source, if the folder has files under
     our names that are not ours, or if it cannot be written.
     """
     folder = Path(folder)
     if not 0 <= share < 1:
         raise UserError(f"a held-out share of {share}: at least 0 and less than 1, such as 0.02")
-    wanted = _wanted(sources, reading, tokenizer, share, seed)
+    wanted = _wanted(sources, reading, tokenizer, share)
     if validation:
         wanted["validation"] = _source_hash(validation, reading)
     try:
@@ -115,7 +114,7 @@ def _source_hash(files: Sequence[Path], reading: Reading) -> str:
 
 
 def _wanted(
-    sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, share: float, seed: int
+    sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, share: float
 ) -> dict[str, Any]:
     """Everything that the content of the token files depends on."""
     hashes = [[each.name, _source_hash(each.files, reading)] for each in sources]
@@ -124,7 +123,7 @@ def _wanted(
         "tokenizer": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
-        "held_out": {"share": share, "seed": seed},
+        "held_out": share,
     }
     return wanted if tokenizer.begin is None else wanted | {"begin": tokenizer.begin}
 
@@ -174,11 +173,11 @@ def _build(
     The sources were hashed before they are read here. If one changes in between, the hash is of the old
     content, and the next call builds again. apart: files that are for validation.
     """
-    share, seed = wanted["held_out"]["share"], wanted["held_out"]["seed"]
+    share = wanted["held_out"]
     files = [path for source in sources for path in source.files]
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     total, done, skipped = total_bytes([*files, *apart]), 0, dict[Path, str]()
-    given = divided(sources, reading, share, seed, skipped)
+    given = divided(sources, reading, share, skipped)
     named = ((Source(apart), document, True) for document in documents(apart, reading, skipped))
     with (
         closing(_PartWriter(folder, "train", dtype, reading)) as train,

@@ -20,6 +20,7 @@ from imece.errors import UserError
 _WHOLE_BYTES = 1 << 18  # a file up to this size is one document
 _PIECE_BYTES = 1 << 16  # a larger file is cut at line ends into documents of about this size
 _LINE_BYTES = 1 << 12  # a line up to this size is not cut
+_HELD_OUT = "held out 0"  # for `fraction`: any other word would choose other documents
 _FEWEST_DOCUMENTS = 16  # with fewer, holding out a large one would leave little to learn from
 _CONVERTED = {  # first bytes of a file that is not UTF-8 -> how to convert it
     b"\x1f\x8b": "compressed: unpack it first, with gunzip",
@@ -131,32 +132,32 @@ class Source:
 
 
 def divided(
-    sources: Sequence[Source], reading: Reading, share: float, seed: int, skipped: dict[Path, str]
+    sources: Sequence[Source], reading: Reading, share: float, skipped: dict[Path, str]
 ) -> Iterator[tuple[Source, Document, bool]]:
     """The documents of each source in order, and whether they are for validation: a share of each source, at
     least one document, unless share is 0. skipped: as in `documents`."""
     for source in sources:
-        of_it = share_of_one(source.files, reading, share, seed)
+        of_it = share_of_one(source.files, reading, share)
         for document in documents(source.files, reading, skipped, to_hold_out=of_it > 0):
-            yield source, document, held_out(document.text, of_it, seed)
+            yield source, document, held_out(document.text, of_it)
 
 
-def held_out(text: str, share: float, seed: int = 0) -> bool:
+def held_out(text: str, share: float) -> bool:
     """Whether a document is for validation: depends on its content only, not on its place or its neighbours.
 
     share: of all documents, on average; 0 holds out none. See `share_of_one`.
     """
-    return _draw(text, seed) < share
+    return fraction(text, _HELD_OUT) < share
 
 
-def share_of_one(files: Sequence[Path], reading: Reading, share: float, seed: int) -> float:
+def share_of_one(files: Sequence[Path], reading: Reading, share: float) -> float:
     """The share for `held_out` that gives a small corpus a document for validation, too.
 
     It is `share`, unless that holds out nothing: then the smallest share that holds out one. 0 stays 0.
     """
     least = 1.0
     for document in documents(files, reading, skipped={}, to_hold_out=True) if share else ():
-        least = min(least, _draw(document.text, seed))
+        least = min(least, fraction(document.text, _HELD_OUT))
         if least < share:
             return share
     return math.nextafter(least, 1) if share else 0.0
@@ -167,10 +168,6 @@ def fraction(text: str, purpose: str) -> float:
     person = hashlib.blake2b(purpose.encode(), digest_size=16).digest()
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=person).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def _draw(text: str, seed: int) -> float:
-    return fraction(text, f"held out {seed}")
 
 
 def suffix_of(path: Path) -> str:

@@ -55,8 +55,6 @@ class TextSource:
     """Share of the documents that is only for validation, chosen by their content."""
     validation: tuple[str, ...] = ()
     """Text that is only for validation, instead of that share."""
-    seed: int = 0
-    """Seed of that choice: another one holds out other documents."""
 
     def __post_init__(self) -> None:
         for name in ("paths", "validation"):
@@ -143,7 +141,6 @@ def prepare(
         tokenizer,
         validation=validation,
         share=source.share,
-        seed=source.seed,
         progress=partial(progress, making) if progress else None,
     )
     read_bytes = total_bytes(every) - tokens.skipped_bytes
@@ -262,7 +259,6 @@ def _make(
             reading,
             source.vocab_size,
             share=source.share,
-            seed=source.seed,
             progress=partial(progress, "learning the tokenizer") if progress else None,
         )
     given = Path(os.path.expanduser(source.tokenizer))
