@@ -35,7 +35,7 @@ def make_run(path: Path, data: DataSection) -> Path:
     config = dataclasses.replace(config, compute=dataclasses.replace(config.compute, dtype="fp32"))
     run = RunFolder(path)
     run.begin(config)
-    prepared = prepare(config.data.source(), run.tokenizer_file, run.tokens(config))
+    prepared = prepare(config.data, run.tokenizer_file, run.tokens(config))
     shape = config.model.shape(prepared.tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(0)
     best = Transformer(shape, generator=generator)

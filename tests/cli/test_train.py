@@ -231,7 +231,7 @@ def test_the_run_lies_in_its_own_text(
     (tmp_path / "runs/own/metrics.jsonl").touch()
     config = train.read_config(words)
     run = RunFolder(config.folder)
-    prepared = prepare(config.data.source(), run.tokenizer_file, run.tokens(config))
+    prepared = prepare(config.data, run.tokenizer_file, run.tokens(config))
     said = header.describe_data(prepared, config)
     assert said.endswith("(14.4 % of them held out), 1 run folder left out") and ": 1 file, " in said
     assert main(["train", *words]) == 0 and len(launched) == 2

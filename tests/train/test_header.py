@@ -19,7 +19,7 @@ def test_of_many_texts_the_first_are_named(tmp_path: Path) -> None:
     for given, named in ((3, "0.txt, 1.txt, 2.txt: 3 files"), (9, "0.txt, 1.txt, 2.txt and 6 more: 9 files")):
         config = TrainConfig(data=DataSection(paths=tuple(map(str, files[:given])), tokenizer="bytes"))
         made = tmp_path / f"run of {given}"
-        said = describe_data(prepare(config.data.source(), made / "tokenizer.json", made), config)
+        said = describe_data(prepare(config.data, made / "tokenizer.json", made), config)
         assert said.replace(f"{tmp_path}/", "").startswith(f"{named}, ")
 
 
@@ -28,7 +28,7 @@ def test_a_text_for_validation_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{name} and more\n")
     data = DataSection(paths=(str(tmp_path),), validation=(str(tmp_path / "b.txt"),), tokenizer="bytes")
     config = TrainConfig(data=data)
-    prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+    prepared = prepare(config.data, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
     said = describe_data(prepared, config)
     assert f"{tmp_path}, for validation {tmp_path}/b.txt: 2 files, " in said and "50 % of them" in said
 
@@ -38,7 +38,7 @@ def test_records_that_are_left_out_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(lines))
     data = DataSection(paths=(str(tmp_path),), tokenizer="bytes", held_out=0, format="answers")
     config = TrainConfig(data=data)
-    prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+    prepared = prepare(config.data, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
     assert "69 tokens, 8 of answers (0 % of them held out)" in describe_data(prepared, config)
     batches = Batches(prepared.tokens.train, 20, 1, seed=1)
     assert notes_on_data(prepared, config, batches) == [
@@ -56,7 +56,7 @@ def test_what_is_unexpected_of_the_text_is_told(tmp_path: Path) -> None:
     def told(held_out: float) -> tuple[str, list[str]]:
         data = DataSection(paths=(str(tmp_path),), tokenizer="bytes", held_out=held_out)
         config = TrainConfig(data=data, seed=3)
-        prepared = prepare(config.data.source(), tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
+        prepared = prepare(config.data, tmp_path / "run/tokenizer.json", tmp_path / "run/tokens")
         return describe_data(prepared, config), notes_on_data(prepared, config)
 
     why = "a NUL at byte 0, so not text: name text files only"

@@ -93,7 +93,7 @@ def test_any_ranks_read_the_same_mix(tmp_path: Path, capsys: pytest.CaptureFixtu
     # The header, a warning, and the losses of each at the end.
     (mix,) = [line for line in out["alone"].splitlines() if line.startswith("mix ")]
     config = RunFolder(tmp_path / "alone").config()
-    prepared = prepare(config.data.source(), tmp_path / "alone/tokenizer.json", tmp_path / "alone/tokens")
+    prepared = prepare(config.data, tmp_path / "alone/tokenizer.json", tmp_path / "alone/tokens")
     each = batches_of(config, prepared, BatchPlan(16, 12, 1, 4, 3)).epochs(8)
     assert mix.split("mix")[1].strip() == "; ".join(
         f"s{number}.jsonl {share}, read {times:.2g} times"
@@ -125,7 +125,7 @@ def test_records_of_several_sources(tmp_path: Path) -> None:
         Path(paths[-1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = ["--data", *paths, "--data.weights", "2", "1", "--data.format=answers", "--data.held-out=0"]
     config = read_config(options(tmp_path, "run", *said))
-    prepared = prepare(config.data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens")
+    prepared = prepare(config.data, tmp_path / "tokenizer.json", tmp_path / "tokens")
     batches = batches_of(config, prepared, BatchPlan(16, 3, 1, 3, 1))
     for step in range(30):
         targets = np.concatenate([batches.for_rank(step, rank, 2)[1] for rank in range(2)])
@@ -178,7 +178,7 @@ def test_shares_and_times_that_are_small_are_told(tmp_path: Path) -> None:
     folders = [write_text(tmp_path / f"{name}.jsonl", 40) for name in ("one", "other")]
     said = ["--data", *map(str, folders), "--data.weights", "1", "9999"]
     config = read_config(options(tmp_path, "run", *said))
-    prepared = prepare(config.data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens")
+    prepared = prepare(config.data, tmp_path / "tokenizer.json", tmp_path / "tokens")
     mix = header._mix(batches_of(config, prepared, BatchPlan(16, 12, 1, 12, 1)), 5)
     assert mix == "one.jsonl 0.01 %, read less than 0.001 times; other.jsonl 99.99 %, read 0.43 times"
 
@@ -195,7 +195,7 @@ def test_the_loss_of_all_weighs_sources_by_their_tokens() -> None:
 
 def test_many_reads_of_a_source_are_told(tmp_path: Path) -> None:
     config = read_config(options(tmp_path, "run", *mixed(tmp_path), "--steps=200"))
-    prepared = prepare(config.data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens")
+    prepared = prepare(config.data, tmp_path / "tokenizer.json", tmp_path / "tokens")
     batches = batches_of(config, prepared, BatchPlan(16, 12, 1, 4, 3))
     often = [times > 4 for times in batches.epochs(200)]
     lines = [line for line in header.notes_on_data(prepared, config, batches) if " is read " in line]

@@ -406,7 +406,7 @@ def test_who_joins_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(opening, name, each)
     with pytest.raises(UserError, match="reopen" if joining else "prepare"):
         open_session(TrainConfig(run=str(tmp_path)), mock.Mock(world=mock.Mock(joining=joining)))
-    arguments = TrainConfig().data.source(), tmp_path / "tokenizer.json", tmp_path / "tokens"
+    arguments = TrainConfig().data, tmp_path / "tokenizer.json", tmp_path / "tokens"
     assert [each.call_args_list for each in called.values()] == (
         [[], [mock.call(*arguments)]] if joining else [[mock.call(*arguments)], []]
     )

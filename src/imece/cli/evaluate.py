@@ -24,7 +24,7 @@ from imece.cli.trained import best_device, say
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
 from imece.data.corpus import Source
-from imece.data.prepare import TextSource, reading_of
+from imece.data.prepare import reading_of
 from imece.data.records import Format
 from imece.data.sources import sources
 from imece.data.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ from imece.errors import UserError
 from imece.listing import many
 from imece.models.language_model import LanguageConfig
 from imece.observe.units import megabytes, si
-from imece.train.config import DataSection, Dtype, TrainConfig, also, defaults, separates
+from imece.train.config import DataSection, Dtype, TrainConfig, also, defaults
 from imece.train.evaluate import Nats, evaluate, summed
 from imece.train.model.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of
 from imece.train.model.precision import Precision, choose_precision
@@ -75,11 +75,16 @@ class EvalData:
     """Attention stays within a document or record. Default: as in the run; with another --data.format, or
     without a run, within a record but not within a text."""
 
-    def source(self, own: TextSource) -> TextSource:
-        """own: the run's. ValueError, whose message begins with the field's name."""
-        format = self.format or own.format
-        fields = own.fields if format == own.format else None
-        return replace(own, format=format, field=self.field if self.field is not None else fields)
+    def instead_of(self, own: DataSection) -> DataSection:
+        """own: the run's. UserError."""
+        if self.format not in (None, own.format):
+            own = replace(own, field=None, separate=None)
+        names = ("format", "field", "separate")
+        said = {name: value for name in names if (value := getattr(self, name)) is not None}
+        try:
+            return replace(own, **said)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,6 @@ class EvalOptions:
         if not self.data.paths and (self.data.format is not None or self.data.field is not None):
             raise ValueError("--data.format and --data.field say how --data is read: name text with --data")
 
-    def separates(self, own: DataSection) -> bool:
-        """Whether attention stays within a document. own: the run's."""
-        if self.data.separate is not None:
-            return self.data.separate
-        format = self.data.format or own.format
-        return own.separates if format == own.format else separates(format)
-
 
 def run(argv: Sequence[str]) -> int:
     """`imece eval ARGV`: exit status 0."""
@@ -119,6 +117,7 @@ def run(argv: Sequence[str]) -> int:
     if saved is None and not options.data.paths:
         raise UserError(f"{options.run} is no run, which would have text of its own: name text with --data")
     config = weights.home.config() if saved is not None else defaults(options.run, 0)
+    config = replace(config, data=options.data.instead_of(config.data))
     tokenizer, model = tokenizer_of(weights), model_of(weights, device)
     with _data(options, weights, config, tokenizer) as (part, others):
         precision = _precision(config.compute.dtype, device)
@@ -132,7 +131,7 @@ def run(argv: Sequence[str]) -> int:
                     max(1, _TOKENS // seq),
                     precision,
                     nats=each,
-                    separate=options.separates(config.data),
+                    separate=config.data.separates,
                 )
                 for source in part.sources
             ]
@@ -228,11 +227,7 @@ def _data(
         yield own.validation, own
         return
     run_folders = list[Path]()
-    try:
-        source = options.data.source(config.data.source())
-    except ValueError as error:
-        raise UserError(f"--data.{error}") from None
-    reading = reading_of(source, weights.home.tokenizer_file)
+    reading = reading_of(config.data, weights.home.tokenizer_file)
     files = sources(options.data.paths, reading, run_folders)
     if run_folders:
         say(f"{many(len(run_folders), 'run folder')} left out")

@@ -122,7 +122,7 @@ def _chats(weights: Weights, options: SampleOptions) -> Chats | None:
         return None
     tokenizer_file, source = weights.home.tokenizer_file, TextSource(format="chat")
     if weights.saved is not None:
-        source = weights.home.config().data.source()
+        source = weights.home.config().data
     elif find_template(tokenizer_file.parent) is None:
         return None
     if source.format != "chat":

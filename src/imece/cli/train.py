@@ -125,7 +125,7 @@ def read_config(words: list[str]) -> TrainConfig:
             )
         config = parse(TrainConfig, words, PROG, DESCRIPTION, before)
     check_asked(config)
-    config.data.source().check_weights()
+    config.data.check_weights()
     _check_effects(words, config)
     return config
 

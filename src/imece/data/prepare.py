@@ -34,27 +34,30 @@ Progress = Callable[[str, int, int], None]  # (what is being done, bytes of text
 
 @dataclass(frozen=True)
 class TextSource:
-    """The text, its tokenizer, and the share that is only for validation."""
+    """The text, its tokenizer, and the share that is only for validation: the text of these fields is also
+    that of `imece train --help`."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders, globs and datasets (hf:NAME, hf:NAME:SPLIT). Default: the standard library of this
-    Python."""
+    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's standard
+    library, as it lies on this machine."""
     weights: tuple[float, ...] = ()
-    """For each of `paths` how much of a run is read of it, beside the others: each is a source then."""
+    """In what proportion a run reads the names of --data, such as 3 1 1: each is a source of its own.
+    Default: all of it together, by its size."""
     format: Format = "text"
-    """text: all of it is learned; answers: records of a prompt and its answer, which alone is learned; chat:
-    records of messages, of which those of the assistant are."""
+    """text; or records of which only answers are learned: answers (a prompt and its answer) or chat
+    (messages)."""
     field: str | None = None
-    """The field of a line of a .jsonl, or the column of a table, that has the text; of answers two, with a
-    comma. Default: FIELDS."""
+    """The field of a .jsonl or .parquet record that has the text. Default: text; for answers
+    prompt,completion; for chat messages."""
     tokenizer: str = "bpe"
-    """bpe: trained on this text; bytes; or the path of a tokenizer.json."""
+    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of the --from folder,
+    the default with it."""
     vocab_size: int = 4096
-    """Entries of a tokenizer that is trained."""
+    """Entries of a tokenizer that is trained here."""
     held_out: float = 0.02
     """Share of the documents that is only for validation, chosen by their content."""
     validation: tuple[str, ...] = ()
-    """Text that is only for validation, instead of that share."""
+    """Text that is only for validation, instead of that share; named as for --data."""
 
     def __post_init__(self) -> None:
         for name in ("paths", "validation"):

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from imece.data.prepare import TextSource
-from imece.data.records import Format
 from imece.data.sources import absolute_name
 from imece.errors import UserError
 from imece.models.presets import preset
@@ -128,36 +127,11 @@ class ModelSection:
         }
 
 
-def separates(format: Format) -> bool:
-    """Whether documents of this format are separate by default."""
-    return format != "text"
-
-
 @dataclass(frozen=True)
-class DataSection:
+class DataSection(TextSource):
     """The text and its tokenizer."""
 
     paths: Annotated[tuple[str, ...], also("--data")] = ()
-    """Files, folders, globs (.txt .md .py .rst .jsonl .parquet), hf:NAME[:SPLIT]. Default: Python's standard
-    library, as it lies on this machine."""
-    weights: tuple[float, ...] = ()
-    """In what proportion a run reads the names of --data, such as 3 1 1: each is a source of its own.
-    Default: all of it together, by its size."""
-    format: Format = "text"
-    """text; or records of which only answers are learned: answers (a prompt and its answer) or chat
-    (messages)."""
-    field: str | None = None
-    """The field of a .jsonl or .parquet record that has the text. Default: text; for answers
-    prompt,completion; for chat messages."""
-    tokenizer: str = "bpe"
-    """bpe: trained on this text; bytes; the path of a tokenizer.json; or model: that of the --from folder,
-    the default with it."""
-    vocab_size: int = 4096
-    """Entries of a tokenizer that is trained here."""
-    held_out: float = 0.02
-    """Share of the documents that is only for validation, chosen by their content."""
-    validation: tuple[str, ...] = ()
-    """Text that is only for validation, instead of that share; named as for --data."""
     separate: bool | None = None
     """Attention stays within a document or record, instead of crossing from one to the next in a sequence.
     Default: records are separate, texts are not."""
@@ -166,22 +140,14 @@ class DataSection:
 
     def __post_init__(self) -> None:
         try:
-            self.source()
+            super().__post_init__()
         except ValueError as error:  # its message begins with the field's name
             raise ValueError(f"data.{error}") from None
-
-    def source(self) -> TextSource:
-        """The same for `data.prepare`. Which documents are held out does not depend on the run's seed."""
-        return TextSource(
-            paths=self.paths, weights=self.weights, format=self.format, field=self.field,
-            tokenizer=self.tokenizer, vocab_size=self.vocab_size, held_out=self.held_out,
-            validation=self.validation,
-        )  # fmt: skip
 
     @property
     def separates(self) -> bool:
         """Whether attention stays within a document."""
-        return separates(self.format) if self.separate is None else self.separate
+        return self.format != "text" if self.separate is None else self.separate
 
     def absolute(self) -> DataSection:
         """The same with absolute paths, so that they are valid wherever a later command starts, and with what
@@ -190,7 +156,7 @@ class DataSection:
         return dataclasses.replace(
             self,
             paths=tuple(map(absolute_name, self.paths)),
-            field=self.source().fields,
+            field=self.fields,
             separate=self.separates,
             validation=tuple(map(absolute_name, self.validation)),
             tokenizer=_absolute(self.tokenizer) if is_path else self.tokenizer,
@@ -326,7 +292,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class ComputeSection:
-    """How a step is computed. A run may go on with other values."""
+    """How a step is computed. A run may go on with other values, but for dtype."""
 
     dtype: Dtype = "auto"
     """Number format of products: auto is bf16 if the processor or GPU multiplies in it, else fp32; fp16 is

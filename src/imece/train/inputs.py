@@ -46,7 +46,7 @@ def read_inputs(config: TrainConfig, ranks: int, get: Callable[[TextSource, Path
     """
     folder = RunFolder(config.folder)
     keep(config)
-    prepared = get(config.data.source(), folder.tokenizer_file, folder.tokens(config))
+    prepared = get(config.data, folder.tokenizer_file, folder.tokens(config))
     shape, plan = shape_and_plan(config, prepared.tokenizer.vocab_size, ranks)
     batches = batches_of(config, prepared, plan)
     windows_read(prepared.tokens.validation, plan.seq, 0)  # refuses records of which none fits

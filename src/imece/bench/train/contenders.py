@@ -114,7 +114,7 @@ class Contender:
 def with_text(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> TrainConfig:
     """The config with its text tokenized, once for all ways."""
     tokenizer, tokens = folder / "tokenizer.json", folder / "tokens"
-    prepared = prepare(config.data.source(), tokenizer, tokens)
+    prepared = prepare(config.data, tokenizer, tokens)
     name = ", ".join(config.data.paths) or "Python standard library"
     say(f"text     {name}: {megabytes(prepared.source_bytes)}, {len(prepared.tokens.train.tokens):,} tokens")
     data = replace(config.data, tokenizer=str(tokenizer), folder=str(tokens))

@@ -166,7 +166,7 @@ def _ends(weights: Weights, tokenizer: Tokenizer) -> set[int]:
     data = weights.home.config().data
     if data.format == "chat":
         with contextlib.suppress(UserError):  # a template that refuses a question and its answer alone
-            return Chats.of(data.source().fields, weights.home.tokenizer_file).ends()
+            return Chats.of(data.fields, weights.home.tokenizer_file).ends()
     return {tokenizer.end}
 
 
