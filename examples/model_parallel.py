@@ -50,12 +50,12 @@ def prepared(
     """(function for forward and backward of this rank's share of a batch, which returns its mean loss;
     optimizer)."""
     model = imece.tensor_parallel(model, mesh, sequence=True)
-    context = imece.ContextParallel(mesh)  # before any pipeline, beside which it is refused
     if mesh.size("pipeline") > 1:
         pipeline = imece.Pipeline(model, mesh, micro_batches=4, loss=imece.cross_entropy)
         _, optimizer = imece.parallelize(pipeline.part, adamw, args.strategy, mesh)
         return pipeline.step, optimizer
 
+    context = imece.ContextParallel(mesh)
     wrapped, optimizer = imece.parallelize(model, adamw, args.strategy, mesh)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:

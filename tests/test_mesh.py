@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import imece
 from imece import meeting, moments, opening
@@ -133,9 +135,19 @@ def test_axes_that_do_not_fit(axes: dict[str, Any], said: list[str]) -> None:
 # --- one rank ---
 
 
-def test_no_mesh_before_init() -> None:
-    with pytest.raises(UserError, match=r"imece\.init\(\)"):
-        mesh_module.current()
+@pytest.mark.parametrize(
+    "divide",
+    [
+        lambda model, mesh: imece.tensor_parallel(model, mesh),
+        lambda model, mesh: imece.Pipeline(model, mesh, micro_batches=1, loss=imece.cross_entropy),
+        lambda model, mesh: imece.ContextParallel(mesh),
+    ],
+)
+def test_what_is_no_mesh_and_none_before_init(divide: Callable[[nn.Module, Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"mesh='tensor': what imece\.init\(\) returned"):
+        divide(nn.Linear(2, 2), "tensor")
+    with pytest.raises(UserError, match=r"call imece\.init\(\) first"):
+        divide(nn.Linear(2, 2), None)
 
 
 @pytest.mark.parametrize(

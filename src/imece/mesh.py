@@ -235,6 +235,14 @@ def current() -> Mesh:
     return _open
 
 
+def chosen(mesh: Mesh | None) -> Mesh:
+    """The given mesh; None: that of `imece.init`, UserError if there is none. TypeError for what is no mesh,
+    as a name or torch's DeviceMesh."""
+    if mesh is not None and not hasattr(mesh, "batch_ranks"):
+        raise TypeError(f"mesh={mesh!r}: what imece.init() returned is wanted")
+    return current() if mesh is None else mesh
+
+
 def hosts_in(group: dist.ProcessGroup) -> Partition | None:
     """The ranks of `group`, numbered within the group, by host; hosts without any are left out. None before
     `imece.init`."""

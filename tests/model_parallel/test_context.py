@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -354,12 +353,6 @@ def test_a_model_that_is_told_no_positions() -> None:
         assert len(tokens) == 1 and "nobody asked for context.positions(T)" in tokens[0]
 
 
-def test_no_stages() -> None:
-    mesh: Any = SimpleNamespace(size={"context": 2, "pipeline": 2}.get)
-    with pytest.raises(ValueError, match="with 2 ranks along pipeline: stages take no positions"):
-        ContextParallel(mesh)
-
-
 def kept_for_backward(ranks: int, dtype: str) -> int:
     """Bytes that a forward of a long sequence leaves on this rank, besides parameters."""
     mesh = imece.init({"context": ranks})
@@ -429,6 +422,9 @@ def on_one() -> list[bool]:
     whole = model(inputs)
     with context:
         part = model(context.part(inputs), positions=context.positions(LENGTH))
+    for of_part in (context.part, context.whole):
+        with pytest.raises(ValueError, match=r"a tensor \[32\] has no dim 1 of positions"):
+            of_part(inputs[0])
     return [torch.equal(part, whole), torch.equal(context.whole(part), whole)]
 
 

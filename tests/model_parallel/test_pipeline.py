@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -689,6 +690,14 @@ def losses_that_are_none() -> list[str]:
             Pipeline(model, mesh, micro_batches=2, loss=loss).step(torch.ones(4, 3), torch.ones(4, 3))
         told.append(str(caught.value))
     return told
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_ranks_that_divide_sequences_are_refused(pipeline: int) -> None:
+    sizes = {"pipeline": pipeline, "context": 2}
+    mesh: Any = SimpleNamespace(size=sizes.get, batch_ranks=1)
+    with pytest.raises(ValueError, match="with 2 ranks along context: stages take no positions"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), mesh, micro_batches=2, loss=imece.cross_entropy)
 
 
 def test_a_loss_that_trains_nothing_is_refused() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from imece import mesh as meshes
 from imece.collectives.ops import all_gather
 from imece.mesh import Mesh
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
@@ -54,15 +55,10 @@ class ContextParallel:
     "context" too. With one rank along the axis this class changes nothing.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        """All ranks of the mesh construct together. ValueError with an axis pipeline: stages take no
-        positions."""
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        """All ranks of the mesh construct together. mesh: by default that of imece.init()."""
+        mesh = meshes.chosen(mesh)
         self.ranks = mesh.size("context")
-        if self.ranks > 1 and (stages := mesh.size("pipeline")) > 1:
-            raise ValueError(
-                f"ContextParallel on a mesh with {stages} ranks along pipeline: stages take no positions, "
-                "and parts of sequences need them"
-            )
         self.rank = mesh.coordinate("context")
         self._device = mesh.device
         # A single rank needs no group, and a group keeps connections open.
@@ -84,8 +80,9 @@ class ContextParallel:
         return positions_of(self.rank, self.ranks, length)
 
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of a tensor that has all of them along `dim`. ValueError as from
-        `positions`."""
+        """This rank's positions of a tensor that has all of them along `dim`. ValueError if it has no such
+        dim, and as from `positions`."""
+        _check_dim(tensor, dim)
         if self._mode is None:
             return tensor
         mine = self._positions(tensor.shape[dim]).to(tensor.device)
@@ -97,8 +94,10 @@ class ContextParallel:
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """The reverse of `part`, on every rank, in the sequence's order; has no gradient.
 
-        tensor: of the same shape on all ranks along the axis, which all call this.
+        tensor: of the same shape on all ranks along the axis, which all call this. ValueError if it has no
+        such dim.
         """
+        _check_dim(tensor, dim)
         if self._mode is None:
             return tensor.detach()
         mine = tensor.detach().movedim(dim, 0).contiguous()
@@ -210,6 +209,13 @@ class _Mode(TorchFunctionMode):
 def _edges(tensors: Tensor | Iterable[Tensor]) -> tuple[GradientEdge, ...]:
     """The edges where backward begins or ends."""
     return tuple(map(get_gradient_edge, (tensors,) if isinstance(tensors, Tensor) else tensors))
+
+
+def _check_dim(tensor: Tensor, dim: int) -> None:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(
+            f"a tensor {list(tensor.shape)} has no dim {dim} of positions: dim= says which one is"
+        )
 
 
 def check_length(length: int, ranks: int) -> None:

@@ -69,9 +69,14 @@ class Pipeline:
         be, which says what a Transformer's attention costs; by default as long as it allows.
 
         ValueError for a model that cannot be cut so or has no values, for a schedule that cannot run with so
-        many micro-batches, and if ranks share a GPU.
+        many micro-batches, for a mesh with an axis context, and if ranks share a GPU.
         """
-        self.mesh = mesh = mesh if mesh is not None else meshes.current()
+        self.mesh = mesh = meshes.chosen(mesh)
+        if (parts := mesh.size("context")) > 1:
+            raise ValueError(
+                f"imece.Pipeline on a mesh with {parts} ranks along context: stages take no positions, and "
+                "these ranks would all compute the same whole sequences: give them to replicate, say"
+            )
         check_sends(mesh)
         self.micro_batches, self.schedule = micro_batches, schedule
         chunks = chunks if chunks is not None else 1 + (schedule == "interleaved")

@@ -78,7 +78,7 @@ def tensor_parallel(
     that would be divided in one place only; a model that is already wrapped or divided, or on the meta
     device; dropout while the ranks' random states differ.
     """
-    arranged = meshes.current() if mesh is None else mesh
+    arranged = meshes.chosen(mesh)
     ranks = arranged.size("tensor")
     _check(model)
     chosen = planned(model, plan, ranks, sequence)
