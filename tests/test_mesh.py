@@ -463,6 +463,21 @@ def test_a_companion_has_the_timeout_of_its_group_and_is_not_recorded(ranks_per_
         assert groups == [name]  # what its checks send is nobody's call
 
 
+def sums_on_one_mesh_after_another() -> list[float]:
+    found = []
+    for axes in ({"replicate": 2, "tensor": 2}, {"pipeline": 2, "replicate": 2}):
+        mesh = imece.init(axes, backend="gloo", timeout=timedelta(seconds=20))
+        axis = next(axis for axis in ("tensor", "pipeline") if mesh.size(axis) > 1)
+        found.append(imece.all_reduce(torch.tensor(float(mesh.rank)), group=mesh.group(axis)).item())
+        mesh.close()
+    return found
+
+
+def test_groups_of_the_next_mesh_have_the_names_of_other_ranks_groups() -> None:
+    """torch counts them anew, so the ranks of a group may have used its name differently often."""
+    assert run_ranks(sums_on_one_mesh_after_another, 4, backend=None) == [[1, 2], [1, 4], [5, 2], [5, 4]]
+
+
 # --- SIGUSR1 ---
 
 

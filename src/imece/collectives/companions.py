@@ -16,7 +16,9 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.mesh import hosts_in
 from imece.system.connections import of_groups
 
-_made: Counter[str] = Counter()  # by the name of the group that they belong to
+_made: Counter[str] = Counter()
+"""By name and ranks of the group that they belong to. torch counts names anew for each world, so a name alone
+may have belonged to other groups of some of these ranks."""
 
 
 class Companions(NamedTuple):
@@ -49,8 +51,9 @@ def companions(group: dist.ProcessGroup) -> Companions:
     me, ranks = group.rank(), tuple(range(group.size()))
     if ":fake" in str(dist.get_backend_config(group)):
         return Companions((group,), list(ranks))
-    _made[group.group_name] += 1
-    key = f"imece/companion/{group.group_name}/{_made[group.group_name]}"
+    which = f"{group.group_name}/{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
+    _made[which] += 1
+    key = f"imece/companion/{which}/{_made[which]}"
     store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
     timeout = _timeout_of(group)
 
