@@ -121,11 +121,6 @@ def test_comments_and_last_commas(tmp_path: Path) -> None:
             {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": -1}}},
             "optimizer.lr is -1",
         ),
-        (
-            "a.json",
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "a.json: offload='parameters' is for zero3 and hybrid",
-        ),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, name: str, content: Any, said: str) -> None:

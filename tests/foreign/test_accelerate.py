@@ -118,8 +118,8 @@ def test_hosts_are_those_of_its_own_file(tmp_path: Path) -> None:
 
 
 def test_other_kinds_of_parallelism_are_elsewhere() -> None:
-    found = of("MULTI_GPU", parallelism_config={"parallelism_config_tp_size": 2})
-    assert "--mesh.tensor" in found.values[-1].text
+    for asked in ({"parallelism_config": {"parallelism_config_tp_size": 2}}, {"tp_config": {"tp_size": 2}}):
+        assert "--mesh.tensor" in of("MULTI_GPU", **asked).values[-1].text
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,11 @@ def test_ranks_of_a_host_say_how_many_there_are(ranks: int | None, strategy: str
         ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "parameters"),
         ({"offload_param": {"device": "none"}}, None),
         ({"cpu_offload": True}, "optimizer"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, None),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            "optimizer",
+        ),
     ],
 )
 def test_offload(zero: dict[str, Any], offload: str | None) -> None:
@@ -184,6 +189,8 @@ def test_bf16_on_the_wire_of_whole_models() -> None:
         ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 8, (2, 4, 64)),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, None, (2, None, 64)),
         ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, 2, (3, 5, 30)),
+        ({"train_micro_batch_size_per_gpu": 3}, 2, (3, 1, 6)),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}, 2, (3, None, None)),
         ({"train_batch_size": "auto"}, 2, (None, None, None)),
     ],
 )
@@ -358,6 +365,19 @@ def test_what_is_off_was_not_asked_for() -> None:
             {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
             r"betas is \[0.9\]: a list of 2 numbers",
         ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [True, 0.9]}}},
+            r"\[True, 0.9\]: a list of 2 num",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 5000}},
+            r"initial_scale_power is 5000: at most 127",
+        ),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, r"loss_scale is -1: a number of at least 0"),
+        (
+            {"zero_optimization": {"stage": {"is": 3}}},
+            r"zero_optimization.stage has .*stage.is: a value is wan",
+        ),
         ({"train_micro_batch_size_per_gpu": 0}, r"is 0: a whole number of at least 1"),
         ({"train_batch_size": 7}, r"train_batch_size is 7: 2 ranks cannot share it evenly: say others with"),
         ({"zero_optimization": True}, r"zero_optimization is True: a section with values of its own is want"),
@@ -408,6 +428,15 @@ def test_a_near_name() -> None:
         ("zero_optimization.overlap_com", "not known; did you mean zero_optimization.overlap_comm?"),
         ("gradient_cliping", "not known; did you mean gradient_clipping?"),
     ]
+
+
+def test_no_clipping_by_what_is_below_0() -> None:
+    assert [read(gradient_clipping=by).clip for by in (-1, 0, 0.5)] == [0, 0, 0.5]
+
+
+def test_sums_of_gradients_are_told() -> None:
+    found = [fates(read(gradient_allreduce_op=how)) for how in ("mean", "sum")]
+    assert [each["gradient_allreduce_op"] for each in found] == ["needless", "left out"]
 
 
 def test_all_of_deepspeeds_own_names_are_known() -> None:

@@ -50,6 +50,8 @@ _LEFT = {
     "fp8_config": "torchao's float8 layers in your model do it",
     "parallelism_config": deepspeed.OTHER_AXES,
     "megatron_lm_config": "imece.init({...}) names the axes: docs/model-parallel.md",
+    "tp_config": deepspeed.OTHER_AXES,
+    "ipex_config": "Intel's extension of torch is not used",
     "mpirun_config": "imece launch starts the ranks; mpirun can too",
     "tpu_name": "of TPUs",
     "tpu_zone": "of TPUs",

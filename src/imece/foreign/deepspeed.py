@@ -34,6 +34,7 @@ _MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "
 _OWN_SIZES = "imece sizes its buckets itself; bucket_cap_mb= of imece.parallelize changes it"
 _BY_UNIT = "units of the model are gathered, used and freed in turn; units= and gathers_in_flight= change it"
 _POWER, _GROWS_AFTER = 16, 1000  # DeepSpeed's defaults for fp16: log2 of the first loss scale; steps
+_MOST_POWER = 127  # in fp32
 _SCALER = (
     "initial_scale_power", "loss_scale_window", "loss_scale", "hysteresis", "consecutive_hysteresis",
     "min_loss_scale",
@@ -71,12 +72,14 @@ _SIZES = ("reduce_bucket_size", "allgather_bucket_size")
 _GATHERS = (
     "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
     "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params", "allgather_sequential",
+    "use_all_reduce_for_fetch_params", "allgather_sequential", "partition_stream_chunk_size",
 )  # fmt: skip
 _WITHIN = {"zero_hpz_partition_size": "a second copy", "mics_shard_size": "all shards"}
 _REFUSED = {
     "zero_quantized_weights": "weights travel in their own dtype",
     "zero_quantized_nontrainable_weights": "weights travel in their own dtype",
+    "zeropp_loco_param": "what rounding to int8 loses is not kept for later steps",
+    "mics_hierarchical_params_gather": "shards within a host are gathered in one call",
     "zenflow": "there is no such optimizer here",
     "leaf_module": "units= of imece.parallelize says which modules are gathered as one",
     "save_muon_momentum_buffer_in_memory": "Muon's state is in memory, and in checkpoints",
@@ -101,6 +104,9 @@ _ELSEWHERE = {
     "prescale_gradients": "the mean is taken in the sum",
     "gradient_predivide_factor": "the mean is taken in the sum",
     "disable_allgather": "whole parameters are always all-gathered in place",
+    "gradient_allreduce_op": "gradients are means",
+    "managed_gradient_accumulation": "model.no_sync() says it in your loop",
+    "timers": "imece bench step, and a run's metrics, have the time of each phase",
     "dataloader_drop_last": "an argument of your DataLoader",
     "log_level": "Python's logging",
     "data_types.grad_accum_dtype": "gradients are summed in the dtype of `reduce`",
@@ -128,6 +134,10 @@ _NOT_HERE = {
     "nebula": "there is none here",
     "datastates_ckpt": "checkpoints are written in the background anyway",
     "seq_parallel_communication_data_type": "keys and values travel in their own dtype",
+    "seq_parallel_comm_data_type": "keys and values travel in their own dtype",
+    "use_data_before_expert_parallelism": "there is none here",
+    "graph_harvesting": "there is none here",
+    "vocabulary_size": "it is the model's own",
     "compile": "imece.compile_blocks(model) compiles each block",
 }
 
@@ -160,9 +170,12 @@ def read(
     if not values.has("gradient_clipping"):
         clip = 0.0
     if clip is not None:
+        clip = max(clip, 0.0)  # DeepSpeed clips by what is above 0 alone
         values.take("gradient_clipping", f"model.clip_grad_norm_({clip:g})" if clip else "no clipping")
     optimizer = _optimizer(values)
     schedule = _schedule(values)
+    if (values.word("gradient_allreduce_op") or "").lower() == "sum":
+        values.leave("gradient_allreduce_op", "gradients are means: multiply the loss by the number of ranks")
     for key, text in _ELSEWHERE.items():
         values.needless(key, text)
     for key, text in _NOT_HERE.items():
@@ -251,13 +264,17 @@ def _scaler(values: Reading) -> ScalerSettings | None:
     if not on and not values.is_auto("fp16.enabled"):
         values.needless([f"{section}{key}" for key in _SCALER], "not asked for")
         return None
-    power = values.number(f"{section}initial_scale_power")
+    power = values.whole(f"{section}initial_scale_power")
+    if power is not None and power > _MOST_POWER:
+        raise values.wrong(f"{section}initial_scale_power", f"at most {_MOST_POWER}")
     first = None
     if not values.is_auto(f"{section}initial_scale_power"):
         first = 2.0 ** (_POWER if power is None else power)
     window = values.whole(f"{section}loss_scale_window", 1)
     after = None if values.is_auto(f"{section}loss_scale_window") else window or _GROWS_AFTER
     fixed = values.number(f"{section}loss_scale")
+    if fixed and fixed < 0:
+        raise values.wrong(f"{section}loss_scale", "a number of at least 0")
     if fixed:
         first = fixed
         values.leave(
@@ -277,7 +294,9 @@ def _offload(values: Reading, strategy: str) -> Literal["optimizer", "parameters
         device = values.word(name)
         if device not in (None, "none", "cpu", "nvme"):
             raise values.wrong(name, "none, cpu or nvme")
-        if device in ("cpu", "nvme"):
+        if what == "parameters" and strategy not in ("zero3", "hybrid") and device in ("cpu", "nvme"):
+            values.leave(name, "DeepSpeed offloads parameters with stage 3 alone")
+        elif device in ("cpu", "nvme"):
             found = "parameters" if what == "parameters" else found or "optimizer"
             where = "" if device == "cpu" else ": the host's memory, there is no NVMe here"
             values.take(name, f'offload "{what}"{where}')
@@ -300,6 +319,8 @@ def _batch(values: Reading, ranks: int | None) -> tuple[int | None, int | None, 
     """(micro-batch, accumulation, global batch), as far as known: micro * accumulation * ranks = whole."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, accumulation, whole = (values.whole(name, 1) for name in names)
+    if micro is not None and not values.has(names[1]) and not values.has(names[2]):
+        accumulation = 1  # DeepSpeed's, and by it follows the batch
     said = (micro or 1) * (accumulation or 1)
     if whole is not None and whole % said:
         parts = " x ".join(

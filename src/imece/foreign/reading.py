@@ -108,7 +108,7 @@ class Reading:
         if value is None:
             return None
         good = isinstance(value, list) and len(value) == count
-        if not good or not all(isinstance(each, int | float) and math.isfinite(each) for each in value):
+        if not good or not all(type(each) in (int, float) and math.isfinite(each) for each in value):
             raise self._wrong(name, value, f"a list of {count} numbers")
         return tuple(float(each) for each in value)
 
@@ -159,6 +159,8 @@ class Reading:
                 self._tell(section, "needless", "not asked for")
             elif section in self._open:
                 raise self._wrong(section, self._open[section], "a section with values of its own is wanted")
+        if inner := [each for each in self._open if each.startswith(f"{name}.")]:
+            raise UserError(f"{self.file}: {name} has {inner[0]}: a value is wanted, not a section")
         return self._open.get(name)
 
     def _tell(self, name: str, fate: Literal["taken", "needless", "left out"], text: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from imece.data_parallel.sharding.offload import check_strategy
-from imece.data_parallel.strategy import find_strategy
 from imece.errors import UserError
 from imece.foreign.settings import OptimizerSettings, Settings
 from imece.observe.visible import visible
@@ -110,7 +108,5 @@ def _check(settings: Settings, values: dict[str, Any]) -> None:
     assert values.keys() <= known.keys()
     try:
         dataclasses.replace(OptimizerSection(), **_of_section(values, "optimizer"))
-        if settings.offload is not None:
-            check_strategy(settings.offload, find_strategy(settings.strategy))
     except ValueError as error:
         raise UserError(f"{settings.file}: {error}") from None
