@@ -144,11 +144,11 @@ def test_what_misses_by_little_does_not_read_as_met(found: float, bound: float, 
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    assert read_sizes("1KiB..64KiB,6MiB") == (2**10, 2**12, 2**14, 2**16, 6 * 2**20)
-    assert read_sizes("8, 2k,2K") == (8, 2048)
+    assert read_sizes("1KiB..64KiB,6MiB", "--sizes") == (2**10, 2**12, 2**14, 2**16, 6 * 2**20)
+    assert read_sizes("8, 2k,2K", "--sizes") == (8, 2048)
     for bad in ("", "0", "-1", "1TiB", "1KiB..", "2KiB..1KiB", "1KiB;2KiB", "9" * 40):
         with pytest.raises(UserError):
-            read_sizes(bad)
+            read_sizes(bad, "--sizes")
 
 
 def test_an_interface_that_is_not_there_is_told_before_ranks_start(

@@ -95,6 +95,7 @@ def test_help_on_the_narrowest_of_screens(
         (["--oven-count", "0"], "--oven-count 0: at least one is needed"),
         (["a", "b"], "not expected here: b (see imece bake --help)"),
         (["a", "--salt", "yes"], "--salt takes no value: leave yes out"),
+        (["--salt="], "--salt takes no value: leave = out"),
         (["a", "--salt", "False"], "--salt takes no value: say --no-salt instead"),
         (["--salt=false"], "--salt takes no value: say --no-salt instead"),
         (["--no-salt=false"], "--no-salt takes no value: say --salt instead"),

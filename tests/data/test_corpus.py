@@ -137,7 +137,7 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_told(tmp_path: Path) -> No
         ("a.jsonl", b"\n \n", ["a.jsonl", "nothing", "'text'"]),
         ("a.jsonl", b'{"text": ""}', ["a.jsonl", "nothing", "'text'"]),
         ("a.jsonl", b'{"text": null}', ["a.jsonl", "nothing", "'text'"]),
-        ("a.jsonl", b'\n{"text": ', ["a.jsonl:2", "not JSON"]),
+        ("a.jsonl", b'\n{"text": ', ["a.jsonl:2: not JSON (Expecting value at character 9)"]),
         ("a.jsonl", b"[" * 100_000, ["a.jsonl:1", "not JSON"]),
         ("a.jsonl", b"[1]", ["a.jsonl:1", "list", "'text'"]),
         ("a.jsonl", b'{"body": "x", "n": 2}', ["a.jsonl:1", "no field 'text'", "'body', 'n'"]),

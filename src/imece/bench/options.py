@@ -78,14 +78,14 @@ def counts(option: str, *, or_none: bool = False) -> PrimitiveConstructorSpec[tu
     return _typed(read, lambda numbers: ",".join(map(str, numbers)))
 
 
-def size(usual: str) -> PrimitiveConstructorSpec[int]:
+def size(option: str, usual: str) -> PrimitiveConstructorSpec[int]:
     """The type of a number of bytes. usual: how --help shows the default."""
-    return _typed(read_size, lambda _: usual)
+    return _typed(lambda text: _read_size(text, option), lambda _: usual)
 
 
-def sizes(usual: str) -> PrimitiveConstructorSpec[tuple[int, ...]]:
+def sizes(option: str, usual: str) -> PrimitiveConstructorSpec[tuple[int, ...]]:
     """The same for several, as `read_sizes` has them."""
-    return _typed(read_sizes, lambda _: usual)
+    return _typed(lambda text: read_sizes(text, option), lambda _: usual)
 
 
 def _typed(read: Callable[[str], T], show: Callable[[T], str]) -> PrimitiveConstructorSpec[T]:
@@ -95,15 +95,15 @@ def _typed(read: Callable[[str], T], show: Callable[[T], str]) -> PrimitiveConst
     )  # fmt: skip
 
 
-def read_size(text: str) -> int:
+def _read_size(text: str, option: str) -> int:
     """ "6MiB" -> 6291456. UserError for anything but a number with B, KiB, MiB or GiB."""
     match = re.fullmatch(r"\s*([0-9]{1,12})\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or int(match[1]) == 0:
-        raise UserError(f"{text!r} is not a size like 64KiB or 6MiB")
+        raise UserError(f"{option} {text!r} is not a size like 64KiB or 6MiB")
     return int(match[1]) * _UNITS[match[2].lower()]
 
 
-def read_sizes(text: str) -> tuple[int, ...]:
+def read_sizes(text: str, option: str) -> tuple[int, ...]:
     """ "1KiB..256MiB" (each size four times the one before) or "1KiB,6MiB", or both mixed; ascending.
 
     UserError for anything else.
@@ -111,13 +111,13 @@ def read_sizes(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        low = read_size(first)
+        low = _read_size(first, option)
         if not dots:
             found.add(low)
             continue
-        high = read_size(last)
+        high = _read_size(last, option)
         if high < low:
-            raise UserError(f"sizes {part!r}: {last} is less than {first}")
+            raise UserError(f"{option} {part!r}: {last} is less than {first}")
         while low <= high:
             found.add(low)
             low *= 4

@@ -361,7 +361,8 @@ def _needless(flag: str, value: str) -> str:
     section, dot, name = flag.removeprefix("--").rpartition(".")
     other = _plain(flag) if name.startswith("no-") else f"--{section}{dot}no-{name}"
     is_off = flag.startswith("--") and value.lower() in ("false", "no", "off", "0")
-    return f"{flag} takes no value: {f'say {other} instead' if is_off else f'leave {value} out'}"
+    mend = f"say {other} instead" if is_off else f"leave {value or '='} out"
+    return f"{flag} takes no value: {mend}"
 
 
 def _plain(flag: str) -> str:

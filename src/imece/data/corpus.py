@@ -235,9 +235,13 @@ def _lines(path: Path, name: str, reading: Reading) -> Iterator[Document]:
 def _values(line: str, where: str, reading: Reading) -> list[object]:
     """What the record in a line has in the fields of the reading."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error}): each line must be one JSON object") from error
+        # Its own words name a line too, always the first.
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg} at character {error.pos + 1}"
+        raise UserError(f"{where}: not JSON ({why}): each line must be one JSON object") from error
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise UserError(f"{where}: a JSON {kind}, not an object with {_names(reading.fields)}")

@@ -55,7 +55,7 @@ class Plan(Options):
 
     ranks: Annotated[tuple[int, ...], counts("--ranks")] = (2,)
     """Numbers of ranks, for instance 2,4."""
-    sizes: Annotated[tuple[int, ...], sizes(_SIZES)] = read_sizes(_SIZES)
+    sizes: Annotated[tuple[int, ...], sizes("--sizes", _SIZES)] = read_sizes(_SIZES, "--sizes")
     """Message sizes: a list, or a range in which each size is four times the one before."""
     ops: Annotated[tuple[str, ...], names("--ops", OPS)] = OPS
     """Which operations: a list."""
@@ -92,7 +92,7 @@ class Plan(Options):
             raise UserError("nothing to measure: name at least one library")
 
     def shortened(self) -> Plan:
-        few = read_sizes("1KiB,64KiB,1MiB,8MiB") if self.sizes == Plan.sizes else self.sizes
+        few = read_sizes("1KiB,64KiB,1MiB,8MiB", "--sizes") if self.sizes == Plan.sizes else self.sizes
         return replace(self, sizes=few, rounds=min(self.rounds, 3))
 
 

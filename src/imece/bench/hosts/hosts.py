@@ -40,7 +40,7 @@ _TARGETS = (("hierarchical fp32", 1.45), ("hierarchical bf16", 2.8))
 class Plan(Options):
     """What to measure."""
 
-    size: Annotated[int, size("16MiB")] = 16 * 2**20  # bytes
+    size: Annotated[int, size("--size", "16MiB")] = 16 * 2**20  # bytes
     """Message size."""
     rate: str = "1gbit"
     """Rate of the cable in each direction, in tc's notation."""
