@@ -136,12 +136,12 @@ def run(plan: Plan, say: Callable[[str], None]) -> Results:
 def lines(rows: Sequence[Row]) -> list[str]:
     """The table of one model and number of ranks."""
     first, names = rows[0], _names(rows)
-    heads = "".join(f"{name:>20}" for name in (*names, "all"))
+    heads = "".join(f"{name:>16}" for name in (*names, "all"))
     shown = [
         "",
         f"a GPT of {first.parameters / 1e6:.1f}M parameters, AdamW, {first.ranks} ranks; MB of the rank that "
         "takes most, counted before a step (predicted)",
-        f"  {'':<14}{heads}{'a parameter':>14}{'peak':>9}",
+        f"  {'':<14}{heads}{'a parameter':>13}{'peak':>7}",
     ]
     for row in rows:
         cells = [_cell(row.counted[name], row.predicted[name]) for name in names]
@@ -149,8 +149,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
         cells.append(_cell(total, sum(row.predicted.values())))
         each = f"{total / row.parameters:.2f} B"
         shown.append(
-            f"  {row.strategy:<14}" + "".join(f"{cell:>20}" for cell in cells)
-            + f"{each:>14}{row.peak_bytes / 1e6:>9.0f}"
+            f"  {row.strategy:<14}" + "".join(f"{cell:>16}" for cell in cells)
+            + f"{each:>13}{row.peak_bytes / 1e6:>7.0f}"
         )  # fmt: skip
     return shown
 
