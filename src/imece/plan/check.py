@@ -91,7 +91,7 @@ def check_lines(content: Mapping[str, Any]) -> Iterator[str]:
     found = rows(content)
     yield f"{'':<14} {'predicted':>12} {'measured':>12} {'off':>8}"
     for row in found:
-        off = "" if row.off is None else f"{100 * row.off:+.1f} %"
+        off = "" if row.off is None else f"{100 * row.off:+z.1f} %"
         both = f"{_figure(row, row.predicted):>12} {_figure(row, row.measured):>12}"
         yield f"{row.what:<14} {both} {off:>8}".rstrip()
     yield ""

@@ -67,6 +67,9 @@ def test_what_is_no_straggler() -> None:
     assert not any(long.add((np.array(made.step()) * [1, 20, 20, 1, 1, 1]).tolist()) for _ in range(20))
     assert not any(long.add(made_long(made, 0.030)) for _ in range(20))
     assert any(long.add(made_long(made, 0.300)) for _ in range(20))
+    short = Stragglers(1.3)  # 8 ms double steps of 9 ms, and nobody minds
+    times = [np.array(made.step()) / 20 + 0.008 * np.eye(4, 6) for _ in range(20)]
+    assert not any(short.add(each.tolist()) for each in times)
 
 
 def made_long(made: Ranks, late_s: float) -> list[list[float]]:
