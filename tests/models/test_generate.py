@@ -78,6 +78,13 @@ def test_how_often_each_token_is_drawn(options: dict[str, Any], expected: list[f
     assert [probability > 0 for probability in found] == [probability > 0 for probability in expected]
 
 
+def test_what_has_top_p_exactly_is_enough() -> None:
+    model = _Fixed(replace(CONFIG, vocab_size=2))
+    model.forward = lambda *_, **__: torch.zeros(1, 1, 2)  # type: ignore[method-assign]
+    assert list(generate(model, [0], 8, top_p=0.5)) == [0] * 8
+    assert {*generate(model, [0], 30, top_p=0.51, generator=seeded())} == {0, 1}
+
+
 def test_a_stop_token_ends() -> None:
     model, prompt = loud(CONFIG), [5, 9, 2]
     whole = greedy(model, prompt, 20)
