@@ -64,6 +64,12 @@ def test_passes_are_shuffled_otherwise_and_complete() -> None:
     size = len(batches.wholes[0])
     passes = [[batches.names(step + size * again)[0] for step in range(size)] for again in range(3)]
     assert all(sorted(each) == sorted(passes[0]) for each in passes) and passes[0] != passes[1] != passes[2]
+    for step in range(3 * size):  # what is read is what has these names, in later passes too
+        inputs, targets = batches.for_rank(step, 0, 1)
+        assert set(inputs.ravel().tolist()) - {0} == {name + 1 for name in batches.names(step)}
+        assert (targets != IGNORE).sum() == batches.learned(step)
+        begins = [inputs[0].tolist().index(number) for number in inputs[0]]
+        assert batches.begins(step, 0, 1).tolist() == [begins]
     assert passes[0] != [Batches(part, SEQ, 1, seed=4).names(step)[0] for step in range(size)]
 
 

@@ -133,6 +133,21 @@ def chosen(memory: list[int], activation_bytes: int | None) -> list[str]:
     return [name, said.getvalue()]
 
 
+def for_a_rank() -> tuple[int, int]:
+    """What a rank may use of the 1 MB that is free on its host, and the bytes that its model has already."""
+    mesh, model = imece.init(), Model()
+    with mock.patch.object(auto, "free_bytes", lambda device: 1_000_000):
+        return auto._memory(given(mesh, model, adamw(model)), mesh.world_group), sum(
+            each.nbytes for each in model.parameters()
+        )
+
+
+@pytest.mark.parametrize(("ranks_per_host", "share"), [(2, 500_000), (1, 1_000_000)])
+def test_the_ranks_of_a_host_share_its_memory(ranks_per_host: int, share: int) -> None:
+    for may_use, own in run_ranks(for_a_rank, 2, backend=None, ranks_per_host=ranks_per_host):
+        assert may_use == share + own
+
+
 def with_less_and_less() -> dict[str, Any]:
     """For each strategy: bytes that it needs, and what comes of just enough of them on the one rank."""
     needed: dict[str, int] = needs()
