@@ -79,6 +79,11 @@ def test_windows_are_well_filled() -> None:
     assert len(part.tokens) / (len(whole) * 100) > 0.96
 
 
+def test_a_record_goes_where_it_leaves_the_least_room() -> None:
+    whole = WholeWindows(part_of_records([6, 3, 7]), SEQ)  # tokens of windows of 10
+    assert sorted(whole.documents(each) for each in range(len(whole))) == [[0], [2, 1]]
+
+
 def test_records_that_do_not_fit() -> None:
     part = part_of_records([SEQ + 2, 30])
     message = mistake(Batches, part, SEQ, 1, 0)

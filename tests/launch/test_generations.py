@@ -178,6 +178,14 @@ def test_too_few() -> None:
     assert ended(run.ends(2)).why == "; --max-restarts 1 is used up"
 
 
+def test_too_few_would_stay() -> None:
+    """With those who leave already, and those who are to follow them."""
+    generations = Run(min_ranks=2).generations
+    assert generations.leave([0, 1, 2]) is None and not generations.leaving
+    assert generations.leave([3]) is not None and generations.leave([2]) is not None
+    assert generations.leave([1]) is None
+
+
 def test_others_that_do_not_go_on() -> None:
     run = Run()
     run.resilient = False
