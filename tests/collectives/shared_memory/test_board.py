@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from imece.collectives.shared_memory import segment
-from imece.collectives.shared_memory.board import JOINED, Board, words_of
+from imece.collectives.shared_memory.board import JOINED, Board, meeting_of, words_of
 from imece.collectives.shared_memory.segment import Segment
 from imece.errors import CollectiveError, CollectiveTimeoutError
 from imece.world import host_id
@@ -29,7 +30,7 @@ def come(store: dist.Store, rank: int) -> Segment:
     own = segment.create(1 << 25, "a test")
     note = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id(), "cores": 2}
     note["name"] = rank
-    store.set(f"shm/{rank}", json.dumps(note))
+    store.set(f"{meeting_of(store, rank, 3)}/{rank}", json.dumps(note))
     return own
 
 
@@ -67,11 +68,11 @@ def test_nobody_waits_for_one_whose_board_came_to_nothing(monkeypatch: pytest.Mo
     third.close()
 
 
-def _fails_at_mapping(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
-    come(store, 1).close()
+def _fails_at_mapping(monkeypatch: pytest.MonkeyPatch, one: Segment) -> None:
+    one.close()
 
 
-def _fails_at_watching(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+def _fails_at_watching(monkeypatch: pytest.MonkeyPatch, one: Segment) -> None:
     real, asked = os.pidfd_open, []
 
     def pidfd_open(pid: int) -> int:
@@ -91,18 +92,34 @@ def _fails_at_watching(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> No
     ],
 )
 def test_a_board_that_comes_to_nothing_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch, fails: Callable[[pytest.MonkeyPatch, dist.Store], None], said: str
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[pytest.MonkeyPatch, Segment], None], said: str
 ) -> None:
     store = dist.HashStore()
     others = [come(store, rank) for rank in (1, 2)]
+    fails(monkeypatch, others[0])
     before = len(descriptors())
-    fails(monkeypatch, store)
     with pytest.raises(CollectiveError, match=said):
         made(store, 0)
     left = len(descriptors())
     for each in others:
         each.close()
     assert left == before
+
+
+def test_ranks_meet_again_in_the_same_store() -> None:
+    """As when a process destroys its groups and makes new ones: a quick rank must not take the note that a
+    slower one left at the meeting before for that of this one."""
+    store, patience = dist.HashStore(), timedelta(seconds=10)
+    slow = Board(store, 0, 1, patience)  # a group of another size has other notes
+    with ThreadPoolExecutor(2) as ranks:
+        for _ in range(2):
+            quick = ranks.submit(Board, store, 0, 2, patience)
+            time.sleep(0.05)  # with the notes of the meeting before, it would have met by now
+            slow.close()
+            slow = Board(store, 1, 2, patience)
+            assert [each.serial for each in quick.result().peers] == [each.serial for each in slow.peers]
+            quick.result().close()
+    slow.close()
 
 
 def test_one_that_does_not_come_in_time_is_named() -> None:

@@ -281,10 +281,11 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
     me: dict[str, int | str] = {"pid": os.getpid(), "fd": own.fd, "serial": own.serial, "host": host_id()}
     me["cores"] = usable_cores()
     me["name"] = dist.get_rank() if dist.is_initialized() else rank  # not yet: this is the group of the world
-    store.set(f"shm/{rank}", json.dumps(me))
+    meeting = meeting_of(store, rank, world_size)
+    store.set(f"{meeting}/{rank}", json.dumps(me))
     peers = []
     for other in range(world_size):
-        text = _get(store, f"shm/{other}", timeout, f"rank {other} of {world_size}")
+        text = _get(store, f"{meeting}/{other}", timeout, f"rank {other} of {world_size}")
         peers.append(Peer(rank=other, **json.loads(text)))
     hosts = {peer.host: peer.name for peer in peers}
     if len(hosts) > 1:
@@ -294,6 +295,13 @@ def _meet(store: dist.Store, own: Segment, rank: int, world_size: int, timeout: 
             + ": use backend='gloo' between hosts"
         )
     return peers
+
+
+def meeting_of(store: dist.Store, rank: int, world_size: int) -> str:
+    """Under which keys the ranks meet this time. After destroy_process_group() torch gives groups their names
+    again, and in a launcher's store the notes of the ranks that met before are still there."""
+    times = store.add(f"shm/{world_size}/came/{rank}", 1)
+    return f"shm/{world_size}/{times}"
 
 
 def _pidfd(peer: Peer) -> int:
