@@ -44,19 +44,20 @@ def test_results_in_the_order_of_ranks() -> None:
 
 
 def test_a_closure_runs_in_copies_of_this_process() -> None:
-    factor = 10
+    factor, ours = 10, int(Path("/proc/self/oom_score_adj").read_text())
 
     def here() -> list[int]:
         mesh = imece.init(backend="gloo")
         tensor = torch.tensor([factor**mesh.rank])
         dist.all_reduce(tensor)
-        return [mesh.rank, int(tensor), torch.get_num_threads()]
+        likelier = int(Path("/proc/self/oom_score_adj").read_text()) - ours  # the kernel ends these first
+        return [mesh.rank, int(tensor), torch.get_num_threads(), likelier > 0]
 
     torch.set_num_threads(2)  # which are not in a copy
     try:
         with ThreadPoolExecutor(1) as pool:  # as asyncio.to_thread has: at its end Python joins all of these
             results = pool.submit(spawn, here, ranks=3, timeout_s=200).result()
-        assert results == [[0, 111, 1], [1, 111, 1], [2, 111, 1]]
+        assert results == [[0, 111, 1, True], [1, 111, 1, True], [2, 111, 1, True]]
     finally:
         torch.set_num_threads(1)
     assert not dist.is_initialized(), "the parent itself takes no part"
@@ -104,6 +105,19 @@ def test_a_failure_without_a_word_says_where_to_look(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", io.StringIO())  # as redirect_stderr does, where nothing comes of it
     with pytest.raises(RankFailedError, match=r"around its call of spawn$"):
         _Crew()._raise(Ending(1, 4711, 1, 0.0))
+
+
+class DiesWhenRead:
+    """An argument with which a fresh process dies, before it has read what follows."""
+
+    def __reduce__(self) -> Any:
+        return signal.raise_signal, (signal.SIGKILL,)
+
+
+def test_a_rank_that_dies_before_it_has_read_large_arguments() -> None:
+    """More than fits into a pipe of which this process itself has the other end."""
+    with pytest.raises(RankFailedError, match="was killed by signal 9"):
+        spawn(print, (DiesWhenRead(), bytes(1 << 20)), ranks=1, timeout_s=200)
 
 
 def test_one_failure_ends_ranks_that_wait_for_nothing() -> None:

@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -16,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ from imece.launch.processes import (
 from imece.launch.results import decode, encode
 from imece.store import listen_here, serve
 from imece.system.open_files import SPAWN, check_open_files
-from imece.system.out_of_memory import Killer
+from imece.system.out_of_memory import Killer, preference, take_first
 
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
 _LONGEST_S = 60.0  # of a single wait, so that a caller's limit is never too large for it
@@ -107,12 +109,13 @@ def spawn(
         for rank in range(ranks):
             reader, writer = context.Pipe(duplex=False)
             variables = worker_environment({**os.environ, **(env or {})}, rank, ranks, port, job)
-            process = context.Process(  # type: ignore[attr-defined]
-                target=_run_rank,
-                args=(fn, tuple(args), variables, os.getpid(), writer, inherited),
-                name=f"imece-rank-{rank}",
-            )
-            crew.start(process, reader)
+            with _Call(fn, tuple(args)) as call:
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=_run_rank,
+                    args=(call, variables, os.getpid(), writer, inherited),
+                    name=f"imece-rank-{rank}",
+                )
+                crew.start(process, reader)
             writer.close()
         # Not earlier: the store has a thread, whose locks a forked rank would find taken forever.
         crew.store = serve(listener)
@@ -120,6 +123,41 @@ def spawn(
     finally:
         crew.end()
         listener.close()
+
+
+class _Call:
+    """A function and its arguments, for one rank. A fresh process finds them in memory that it inherits:
+    multiprocessing itself would write them into a pipe of which it holds both ends, and wait forever if the
+    process died before it had read them."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._pair = fn, args
+        self._memory: BinaryIO | None = None
+
+    def __enter__(self) -> _Call:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+    def __getstate__(self) -> Any:
+        self._memory = open(os.memfd_create("imece-call"), "w+b")  # noqa: SIM115  (as long as the block)
+        ForkingPickler(self._memory).dump(self._pair)
+        self._memory.flush()
+        return DupFd(self._memory.fileno())
+
+    def __setstate__(self, inherited: Any) -> None:
+        self._memory = open(inherited.detach(), "rb")  # noqa: SIM115  (until it is loaded)
+
+    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function and its arguments."""
+        if self._memory is None:  # a copy of the process has them
+            return self._pair
+        self._memory.seek(0)  # the two processes have one position
+        with self._memory as memory:
+            pair: tuple[Callable[..., Any], tuple[Any, ...]] = pickle.load(memory)  # noqa: S301  (our parent's)
+        return pair
 
 
 class _Crew:
@@ -272,8 +310,7 @@ def _cannot_be_copied(fn: Callable[..., Any]) -> UserError:
 
 
 def _run_rank(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    call: _Call,
     variables: Mapping[str, str],
     parent_pid: int,
     writer: Connection,
@@ -285,6 +322,7 @@ def _run_rank(
     collects garbage; collecting is off until the parent's objects can no longer be collected here.
     """
     die_with_parent(parent_pid)
+    take_first(preference())
     os.setpgid(0, 0)  # so that whatever it starts can be killed with it
     os.environ.update(variables)
     # After a fork, OpenMP's threads are gone, and a parallel region would wait for them forever.
@@ -300,6 +338,7 @@ def _run_rank(
         if (pools := sys.modules.get("concurrent.futures.thread")) is not None:
             pools._threads_queues.clear()  # nor wait for threads of its pools: this may be a copy of one
     try:
+        fn, args = call.load()
         message = _RESULT + encode(fn(*args))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -307,7 +346,7 @@ def _run_rank(
         # Asking only for the number of GPUs in the parent is enough to break CUDA here, and only the
         # copy notices.
         bad_copy = torch.cuda._is_in_bad_fork() and "forked subprocess" in str(raised)
-        error = _cannot_be_copied(fn) if bad_copy else raised
+        error = _cannot_be_copied(call.load()[0]) if bad_copy else raised
         trace = "".join(traceback.format_exception(error))
         note = {"failure": asdict(status.describe(error)), "traceback": trace}
         message = _FAILURE + json.dumps(note).encode()
