@@ -16,8 +16,9 @@ def some(names: Sequence[object], most: int, between: str = ", ") -> str:
 
 
 def many(number: int, noun: str) -> str:
-    """(1, "host") -> "1 host", (8, "host") -> "8 hosts", (8000, "host") -> "8,000 hosts"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """(1, "host") -> "1 host", (8, "host") -> "8 hosts", (8000, "batch") -> "8,000 batches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def size_text(nbytes: int) -> str:

@@ -82,9 +82,9 @@ def test_curves(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_more_gpus_that_are_slower_are_told_with_the_reason(batch: int, of_the_batch: str) -> None:
-    asked = ask(gpu="H100", hosts=25, batch=batch, tensor=1)
+    asked = ask(gpu="H100", hosts=25, batch=batch, tensor=1, context=1)
     points = [
-        *curve(ask(gpu="H100", hosts=16, batch=batch, tensor=1), "strong", 128),
+        *curve(ask(gpu="H100", hosts=16, batch=batch, tensor=1, context=1), "strong", 128),
         *curve(asked, "strong", 200),
     ]
     assert [point.gpus for point in points] == [128, 200]
@@ -116,7 +116,7 @@ def test_messages_are_the_reason_where_the_batch_can_be_dealt_as_before() -> Non
 
 
 def test_a_batch_that_cannot_be_shared_is_a_line_of_its_own() -> None:
-    points = list(curve(ask(batch=8, tensor=1, pipeline=1), "strong", 32))
+    points = list(curve(ask(batch=8, tensor=1, pipeline=1, context=1), "strong", 32))
     assert [point.candidate is None for point in points] == [False, True, True]
     said = "--global-batch 8 cannot be divided by 32 ranks; the nearest are 32 and 64"
     assert list(scale_lines(points, 110))[-1] == f"     32         8  {said}"

@@ -70,6 +70,13 @@ def test_micro_batches_grow_in_each_line() -> None:
     assert [line[0].recompute for line in plain] == ["none", "selective", "full"]
 
 
+@pytest.mark.parametrize(("seq", "most"), [(64, 4096), (128, 2048), (4096, 64), (131072, 64)])
+def test_of_short_sequences_more_are_computed_at_once(seq: int, most: int) -> None:
+    asked = question(1, 1, 2**14, seq=seq)
+    sizes = [each.recipe.micro_batch for each in next(setups(asked))]
+    assert sizes == [2**n for n in range(most.bit_length())]
+
+
 def test_an_interleaved_pipeline_has_whole_rounds_of_micro_batches() -> None:
     found = [s for line in setups(question(8, 1, 96)) for s in line if s.parallel.interleave > 1]
     assert found
@@ -92,6 +99,11 @@ def test_long_sequences_are_shared() -> None:
     assert contexts == {1, 2, 4, 8}
     assert {each.context for each in arrangements(question())} == {1}
     assert {each.context for each in arrangements(question(context=4))} == {4}
+
+
+def test_short_sequences_are_shared_where_there_are_fewer_than_gpus() -> None:
+    for batch, found in ((7, {1, 2, 4}), (8, {1})):
+        assert {each.context for each in arrangements(question(8, 1, batch, seq=4096))} == found
 
 
 def test_positions_are_divided_where_they_can_be() -> None:

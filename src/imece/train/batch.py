@@ -143,7 +143,7 @@ def _refuse(section: BatchSection, seq: int, share: int, ranks: int, mesh: MeshS
         else f"at least {_option(section, seq, ranks * mesh.pipeline)}"
     )
     raise UserError(
-        f"--mesh.pipeline {mesh.pipeline}: {count} micro-batch{'es' * (count != 1)} of "
+        f"--mesh.pipeline {mesh.pipeline}: {many(count, 'micro-batch')} of "
         f"{many(micro, 'sequence')} a step cannot go through {mesh.pipeline} stages by "
         f"--mesh.schedule {mesh.schedule}: {cure}, or --mesh.schedule gpipe"
     )

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from imece.listing import many
 from imece.plan.answer.search import (
     SAME,
     Answer,
@@ -149,7 +150,7 @@ def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
     if cause == "bubble":
         return (
             f"{seconds(own.bubble)} a step in which stages wait for the pipeline to fill and empty "
-            f"({recipe.accumulation} micro-batches over {parallel.pipeline} stages)"
+            f"({many(recipe.accumulation, 'micro-batch')} over {parallel.pipeline} stages)"
         )
     if cause == "waiting":
         return f"{seconds(own.waiting)} in which the GPU waits for the CPU, its kernels are so small"

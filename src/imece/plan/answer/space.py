@@ -36,9 +36,11 @@ _NUMBERS = (
 _MOST = 10**12  # of each number in a question
 STRATEGIES: tuple[Strategy, ...] = ("replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2")
 RESERVE = 0.04  # of the memory: median error of the prediction in published runs
-_MOST_AT_ONCE = 64  # sequences of a micro-batch: products gain nothing with more
+# A micro-batch with more sequences and tokens than these gains nothing: products are large enough, and the
+# CPU is ahead of the GPU.
+_MOST_AT_ONCE, _MOST_TOKENS = 64, 2**18
 _LEAST_TOKENS = 1024  # of a sequence, on each rank of a context group
-_LONG_SEQ = 8192  # tokens: shorter sequences need not be divided among ranks
+_LONG_SEQ = 8192  # tokens: shorter sequences need not be divided among ranks, if there is one for each
 _MOST_CHUNKS = 8  # of the model on a pipeline rank
 _FP8_SIDE = 16  # sides of matrices multiplied in FP8 are multiples of this
 
@@ -159,8 +161,8 @@ def recipes(question: Question, parallel: Parallel) -> Iterator[list[Recipe]]:
     if question.micro_batch is not None:
         sizes = [question.micro_batch]
     else:
-        most = min(share, _MOST_AT_ONCE)
-        sizes = [size for size in range(1, most + 1) if share % size == 0]
+        most = max(_MOST_AT_ONCE, _MOST_TOKENS // question.seq)
+        sizes = [size for size in _divisors(share) if size <= most]
     if parallel.interleave > 1:  # as in Megatron-LM: whole rounds of micro-batches
         sizes = [size for size in sizes if share // size % parallel.pipeline == 0]
     base = Recipe(
@@ -284,7 +286,7 @@ def _tensors(question: Question) -> list[int]:
 def _contexts(question: Question, ranks: int) -> list[int]:
     if question.context is not None:
         return [question.context] if ranks % question.context == 0 else []
-    if question.seq < _LONG_SEQ:
+    if question.seq < _LONG_SEQ and question.global_batch >= question.cluster.gpus:
         return [1]
     most = question.seq // _LEAST_TOKENS
     return [
