@@ -306,6 +306,33 @@ def test_a_sequence_beyond_what_the_file_names_is_noted(
         assert note in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("seq", "window", "said"), [(32768, None, True), (4096, None, False), (32768, 2048, False)]
+)
+def test_what_a_mask_hides_of_long_sequences_is_told_of_the_mfu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, seq: int, window: int | None, said: bool
+) -> None:
+    path = tmp_path / "some.json"
+    shape = {
+        "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 14336, "vocab_size": 32000, "sliding_window": window,
+    }  # fmt: skip
+    path.write_text(json.dumps(shape))
+    answer = found(
+        capsys, str(path), "--gpus", "8xH100", "--seq", str(seq), "--tensor", "4", "--context", "1"
+    )
+    notes = [each for each in answer["notes"] if "mask" in each]
+    if not said:
+        assert notes == []
+        return
+    scores = 12 * 32 * 4096 * seq
+    hidden = scores / 2 / (6 * answer["model"]["parameters"] + scores)
+    left = (1 - hidden) * answer["winner"]["mfu"]
+    assert 0.25 < hidden < 0.3
+    (note,) = notes
+    assert f"hides: {100 * hidden:.0f} % of" in note and note.endswith(f"{100 * left:.0f} % without them")
+
+
 def test_what_is_next_is_the_whole_plan_and_parallelize_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
     for argv, (arguments, said) in CALLS.items():

@@ -22,6 +22,7 @@ from imece.plan.answer.space import Question, check
 from imece.plan.answer.text import (
     Explained,
     explained_json,
+    hidden_scores,
     lines,
     shortfall_json,
     shortfall_lines,
@@ -155,7 +156,7 @@ def explain(answer: Answer, tokens: float, precision: str) -> Explained:
         notes = (*notes, f"{gpu.name} has no bf16: parameters and activations are in fp16")
     if answer.question.precision.fp8:
         notes = (*notes, "FP8 in the layers' products alone; MFU is told of the peak in bf16")
-    notes += too_long(answer.question)
+    notes += too_long(answer.question) + hidden_scores(answer)
     if experts := answer.question.model.experts:
         each = answer.question.model.active_experts
         notes = (

@@ -19,12 +19,14 @@ from imece.plan.answer.shortfall import Way, state_arithmetic
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import device, gb, kinds, meanings, seconds, share, title
 from imece.plan.hardware import Cluster
+from imece.plan.speed.compute import hidden_part
 
 _Item = TypeVar("_Item")
 
 _LABEL = 9  # columns
 _BAR, _LEAST_BAR, _SHARE = 40, 10, 9
 _LEAST_TEXT = 18  # columns beside a name
+_MUCH_HIDDEN = 0.25  # of what MFU counts
 _AMOUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 _BLOCKS = ("█", "░")  # used, and free
 
@@ -311,6 +313,18 @@ def too_long(question: Question) -> tuple[str, ...]:
     return (
         f"--seq {seq}: {model.name} was made for {model.made_for:,} tokens, says its file; beyond that it is "
         "of use only with its rotary positions scaled, and trained so",
+    )
+
+
+def hidden_scores(answer: Answer) -> tuple[str, ...]:
+    """A note if much of what MFU counts is never computed, so that it may come out above the peak."""
+    question, winner = answer.question, answer.best
+    hidden = hidden_part(question.model, question.seq, frozen=question.adapters != "none")
+    if question.attention == "plain" or hidden < _MUCH_HIDDEN:
+        return ()
+    return (
+        f"MFU counts, as usual, scores that the causal mask hides: {_percent(hidden)} of its operations in "
+        f"sequences as long as these; {_percent((1 - hidden) * winner.timed.mfu)} without them",
     )
 
 

@@ -279,8 +279,16 @@ def flops_a_token(model: Model, seq: int, frozen: bool = False) -> float:
     if model.experts:
         idle = (model.experts - model.active_experts) * model.expert_parameters
         active -= round(model.layers * model.with_experts * idle)
-    heads = model.heads * model.core_width * model.scores_part(seq)
-    return (4 if frozen else 6) * active + 12 * model.layers * heads * seq
+    return (4 if frozen else 6) * active + _scores_flops_a_token(model, seq)
+
+
+def hidden_part(model: Model, seq: int, frozen: bool = False) -> float:
+    """The part of `flops_a_token` that flash attention leaves out: scores that the causal mask hides."""
+    return _scores_flops_a_token(model, seq) / 2 / flops_a_token(model, seq, frozen)
+
+
+def _scores_flops_a_token(model: Model, seq: int) -> float:
+    return 12 * model.layers * model.heads * model.core_width * model.scores_part(seq) * seq
 
 
 def part(whole: int, ranks: int) -> int:
