@@ -52,7 +52,7 @@ def moved_bytes(setup: Setup, manner: Manner) -> dict[Op, float]:
         "all_gather": stepped if strategy == "hybrid_zero2" else gathered * setup.recipe.accumulation,
     }
     if strategy != "zero3":
-        moved["all_reduce"] = reduced / setup.parallel.shard
+        moved["all_reduce"] = reduced / setup.parallel.shard * reductions(setup)
     return moved
 
 

@@ -133,7 +133,7 @@ def test_slow_network_between_hosts_prefers_hybrid() -> None:
         strategy: step_time(Setup(MODEL, Parallel(strategy, 32, shard), RECIPE), slow).total
         for strategy, shard in _SHARDS.items()
     }
-    assert found["hybrid"] < found["zero3"] / 2
+    assert found["hybrid"] < 0.6 * found["zero3"]  # 2M(K-1)/K in place of 3M over K = 4 hosts
 
 
 _SHARDS: dict[Strategy, int] = {"zero3": 32, "hybrid": 8}
@@ -463,11 +463,9 @@ def test_in_no_sync_the_last_micro_batch_alone_reduces(strategy: Strategy) -> No
     (moved, found), (moved_last, found_last) = (
         (moved_bytes(setup, in_sight), synchronise(setup, CLUSTER, in_sight, stage)) for setup in (each, last)
     )
-    assert moved_last == moved | {"reduce_scatter": moved["reduce_scatter"] / 4}
+    assert moved_last == {op: size if op == "all_gather" else size / 4 for op, size in moved.items()}
     assert found_last.parameters == pytest.approx(found.parameters)
-    assert found_last.gradients < found.gradients
-    if not strategy.startswith("hybrid"):  # which sum between hosts too, once a step
-        assert found_last.gradients == pytest.approx(found.gradients / 4)
+    assert found_last.gradients == pytest.approx(found.gradients / 4)
 
 
 def test_adapters_of_experts_are_trained_too() -> None:

@@ -116,7 +116,8 @@ def _among_data_ranks(setup: Setup, cluster: Cluster, manner: Manner, stage: Sta
         return ours
     share = trained_parameters(setup, manner) * _each_gradient(setup.recipe) / parallel.shard
     exposed, hidden = _bucketed(setup, cluster, manner, stage, share, across, "all_reduce")
-    return Synchronisation(ours.gradients + exposed, ours.parameters, ours.hidden + hidden)
+    times = reductions(setup)  # sums over hosts come with those inside
+    return Synchronisation(ours.gradients + times * exposed, ours.parameters, ours.hidden + times * hidden)
 
 
 def _parts(setup: Setup) -> int:
