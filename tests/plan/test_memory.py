@@ -76,6 +76,29 @@ def test_micro_batches_in_no_sync_have_sharded_gradients_whole_besides(strategy:
     assert of(strategy, 8, accumulates_whole=True) == of(strategy, 8), "one micro-batch is the last one"
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_earlier_micro_batches_sums_lie_beside_those_of_the_next_one(strategy: Strategy) -> None:
+    """In the host's memory and on CPUs; a GPU lets go of them bucket by bucket."""
+    more = 4 * N / 8 if STRATEGIES[strategy].gradients else 0
+
+    def added(name: str, framework: Framework = IMECE, **changes: Any) -> int:
+        """What a second micro-batch adds to a category."""
+        of_one, of_two = (
+            memory(
+                Setup(MODEL, Parallel(strategy, 8, 8), Recipe(4096, accumulation=times, **changes)),
+                framework=framework,
+            )
+            for times in (1, 2)
+        )
+        return int(getattr(of_two, name) - getattr(of_one, name))
+
+    assert added("host", offload="optimizer") == pytest.approx(more, rel=1e-3)
+    assert added("gradients", IMECE_CPU, precision=IMECE_CPU.precision) == pytest.approx(more, rel=1e-3)
+    assert added("gradients") == added("host") == added("gradients", offload="optimizer") == 0
+    whole = {"precision": IMECE_CPU.precision, "accumulates_whole": True}
+    assert added("gradients", IMECE_CPU, **whole) == pytest.approx(8 * more, rel=1e-3)  # in their place
+
+
 def test_the_formulae_of_deepspeed_and_megatron() -> None:
     n, d = 1e9, 16
     # runtime/zero/stage_1_and_2.py and stage3.py of microsoft/DeepSpeed: 2N + 18N/n and 18N/n.

@@ -22,6 +22,7 @@ from tests.live import Live
 from tests.ranks import run_ranks
 
 MICRO_BATCHES, SEQ = 8, 256
+WIDE = 256  # channels of layers that keep little for backward
 
 
 def shape(vocabulary: int, layers: int, mlp_width: int = 176, seq: int = SEQ) -> TransformerConfig:
@@ -54,6 +55,34 @@ def test_logits_or_a_layers_backward(vocabulary: int, mlp_width: int, recompute:
     with Live() as live:
         cross_entropy(model(tokens), tokens).backward()
     assert planned(config, recompute, Parallel(), 0, 1) == pytest.approx(live.most, rel=0.03)
+
+
+def second_backwards() -> list[int]:
+    """Bytes at the peak of the backward of a step's second micro-batch, beyond those of its first."""
+    imece.init()
+    found = []
+    for strategy in ("zero2", "zero3"):
+        layers = torch.nn.Sequential(*(torch.nn.Linear(WIDE, WIDE) for _ in range(4)))
+        optimizer = torch.optim.AdamW(layers.parameters())
+        model, optimizer = imece.parallelize(layers, optimizer, strategy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            peaks = []
+            for _ in range(2):
+                loss = model(torch.ones(1, WIDE)).sum()
+                with Live() as live:
+                    loss.backward()
+                peaks.append(live.most)
+            optimizer.step()
+        found.append(peaks[1] - peaks[0])
+    return found
+
+
+def test_sums_of_earlier_micro_batches_lie_beside_the_next_ones() -> None:
+    """As is planned: a second shard of sums."""
+    shard = 4 * 4 * WIDE * (WIDE + 1) // 2
+    for found in run_ranks(second_backwards, 2, backend=None):
+        assert found == pytest.approx([shard, shard], rel=0.01)
 
 
 CASES = [("1f1b", 1), ("interleaved", 2)]

@@ -528,6 +528,23 @@ def test_the_memory_of_a_host_is_shared_by_its_ranks() -> None:
     assert times[1] - times[0] == pytest.approx(28 * (8 / 410e9 - 1 / 100e9), rel=1e-6)
 
 
+def test_a_host_adds_up_what_each_micro_batch_brings() -> None:
+    """24 bytes a parameter for each but the first: the earlier ones' sums are copied aside and added. In
+    ZeRO-1 micro-batches are summed on the GPU."""
+    asked: tuple[tuple[Strategy, int], ...] = (("zero1", 0), ("zero2", 24 * 3))
+    for strategy, more in asked:
+        one, four = (
+            step_time(
+                Setup(
+                    MODEL, Parallel(strategy, 8, 8), replace(RECIPE, offload="optimizer", accumulation=times)
+                ),
+                find_cluster("A100-80", 8, 1),
+            ).optimizer
+            for times in (1, 4)
+        )
+        assert four - one == pytest.approx(more * MODEL.parameters / 410e9, rel=1e-6)
+
+
 def test_windows_leave_out_what_is_far_away() -> None:
     """Of 8,192 tokens a window of 1,024: counted pair by pair, in five layers of six."""
     model = replace(MODEL, name="windows", window=1024, windowed=5 / 6)

@@ -24,6 +24,7 @@ from imece.plan.hardware import Cluster
 from imece.plan.setup import FP32, WIRE_BYTES, Parallel, Setup
 from imece.plan.speed.communication import along
 from imece.plan.speed.step_time import StepTime
+from imece.plan.speed.synchronise import reductions
 
 _WORTH = 0.02  # of the step's time: smaller gains are not mentioned
 _PINS = ("strategy", "tensor", "pipeline", "interleave", "context")  # a question's fields that fix the ranks
@@ -156,6 +157,8 @@ def grown(candidate: Candidate, than: Candidate, cluster: Cluster) -> str:
         return f"{seconds(own.waiting)} in which the GPU waits for the CPU, its kernels are so small"
     if cause == "optimizer":
         part = f"{_owned(candidate.setup)} of the parameters"
+        if recipe.offload and reductions(candidate.setup) > 1:
+            part += " and adds up what micro-batches bring"
         return f"each {device(cluster)} updates {part}, {seconds(own.optimizer)}"
     spent = f"{seconds(own.exposed[cause])} exposed {CAUSES[cause]}"
     return f"{spent} {_over(cause, candidate.setup, cluster)}"

@@ -22,6 +22,7 @@ class Framework:
     precision: Precision = field(default_factory=Precision)
     sums_as_masters: bool = True  # a shard of gradients is in the masters' dtype, whatever the buckets' is
     late_sums: bool = False  # these shards are freed when zeroed, and return while activations go
+    sums_apart: bool = False  # of earlier micro-batches, beside where the next one's land; see memory.py
     masters_are_shards: bool = False  # zero3: the shards are the masters; parameters exist only gathered
     gathers: bool = True  # units of zero3; False: ranks share the parameters' memory
     units_at_once: int = 2  # gathered besides the root
@@ -57,14 +58,15 @@ TORCH_LOSS_BYTES = 12.0
 # Cross-entropy of models/cross_entropy.py. While the gradients of one unit grow, those of the previous one
 # are summed. model_parallel/: torch keeps the inputs of products, which are whole on each rank.
 IMECE = Framework(
-    "imece", late_sums=True, masters_are_shards=True, grown_units=2, gathered_inputs=True, outputs_stay=True,
+    "imece", late_sums=True, sums_apart=True, masters_are_shards=True, grown_units=2, gathered_inputs=True,
+    outputs_stay=True,
 )  # fmt: skip
 
 # imece on the CPUs of one host, in fp32: zero3 leaves parameters in memory that the ranks share. RMSNorm
 # there consists of several operations, which also keep the normalised input; attention's output is copied for
 # its product.
 IMECE_CPU = Framework(
-    "imece-cpu", Precision(4, 4, 0, 0, 4, 4), gathers=False, query_copies=1, norm_copies=2,
+    "imece-cpu", Precision(4, 4, 0, 0, 4, 4), sums_apart=True, gathers=False, query_copies=1, norm_copies=2,
     gathered_inputs=True, outputs_stay=True, logit_piece_bytes=2**20,
 )  # fmt: skip
 

@@ -174,6 +174,15 @@ def _keeps_whole(setup: Setup) -> bool:
     return DIVIDED[setup.parallel.strategy].gradients and recipe.accumulates_whole and recipe.accumulation > 1
 
 
+def _keeps_apart(setup: Setup, framework: Framework) -> bool:
+    """Whether the sums of earlier micro-batches lie beside those of the next one, to which they are added. A
+    GPU lets go of them bucket by bucket; a CPU, and the host's memory, after the backward."""
+    recipe, in_parts = setup.recipe, DIVIDED[setup.parallel.strategy].gradients
+    several = recipe.accumulation > 1 and in_parts and not recipe.accumulates_whole
+    stays = recipe.offload is not None or not framework.late_sums
+    return several and framework.sums_apart and stays
+
+
 def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Framework) -> _States:
     """The states of `whole` trained elements of `part`."""
     recipe, divides = setup.recipe, DIVIDED[setup.parallel.strategy]
@@ -198,6 +207,10 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
     sums = found.gradients - (0 if divides.gradients else round(reduce_bytes * dealt.whole))
     if _keeps_whole(setup):
         found = replace(found, gradients=found.gradients + round(precision.gradients * whole))
+    if _keeps_apart(setup, framework):
+        apart = round((precision.masters or precision.parameters) * dealt.shard)
+        where = "host" if recipe.offload else "gradients"
+        found = replace(found, **{where: getattr(found, where) + apart})
     same = precision.masters == precision.parameters
     masters = 0.0 if same or recipe.offload else precision.masters
     masters *= dealt.shard if divides.optimizer else dealt.whole

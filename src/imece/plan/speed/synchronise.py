@@ -21,6 +21,7 @@ _HOST_MEMORY = 410e9  # bytes/s with which a host's CPUs step what is offloaded:
 _RANK_MEMORY = 100e9  # of which one rank's CPUs reach this
 _HOST_FLOPS = 4e12  # FLOP/s of fp32 products on the same CPUs: assumed, about half of what two EPYC 7742 can
 _OFFLOADED = 28  # bytes read and written per parameter
+_ADDED = 24  # the same to add the sums of earlier micro-batches, which are first copied aside
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,8 @@ def _sharded(
 
 
 def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner) -> float:
-    """Seconds to step the parameters that a rank steps: all that it holds, or its shard."""
+    """Seconds to step the parameters that a rank steps: all that it holds, or its shard; and to add up what
+    micro-batches bring, where that is in the host's memory."""
     recipe = setup.recipe
     stepped = trained_parameters(setup, manner) / _parts(setup)
     moved = stepped * manner.optimizer_bytes * _MOVED[recipe.optimizer]
@@ -262,7 +264,8 @@ def optimizer_s(setup: Setup, cluster: Cluster, manner: Manner) -> float:
         sent = size * (1 if recipe.offload == "parameters" else 2)
         rate = min(_RANK_MEMORY, _HOST_MEMORY / cluster.gpus_per_host)
         products = flops / (_HOST_FLOPS * rate / _HOST_MEMORY)
-        return stepped * (sent / cluster.host.rate + _OFFLOADED / rate) + products
+        through = _OFFLOADED + _ADDED * (reductions(setup) - 1)
+        return stepped * (sent / cluster.host.rate + through / rate) + products
     products = flops / (cluster.gpu.peak * cluster.gpu.reachable * cluster.gpu.sustained)
     return stream_s(cluster.gpu, moved) + products
 
