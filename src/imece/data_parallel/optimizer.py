@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from imece.listing import kind_of
+
 Number = float | tuple[float, ...]  # an int too
 
 _ELEMENT_WISE = frozenset(
@@ -45,6 +47,15 @@ _NEVER = {
     "ZeroRedundancyOptimizer": "it divides among ranks itself, as 'zero1' does with the optimizer in it",
 }
 _BY_PARAMETER = ("params", "param_names")  # lists in groups that are cut as the parameters are dealt out
+
+
+def optimizers_of(given: Any, who: str) -> list[Optimizer]:
+    """The one optimizer, or all of several. TypeError, in the name of `who`, for anything else."""
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"{who}: {kind_of(each)} is no optimizer: give one, or a list of them")
+    return optimizers
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from imece.data_parallel.optimizer import optimizers_of
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.listing import kind_of
 
@@ -38,12 +39,9 @@ def check_model(model: Any, can_change: bool) -> None:
         )
 
 
-def optimizers_of(optimizer: Any) -> list[Optimizer]:
+def check_optimizers(optimizer: Any) -> list[Optimizer]:
     """The one optimizer, or all of a list. TypeError for anything else, ValueError for an empty list."""
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise TypeError(f"imece.steps: {kind_of(each)} is no optimizer: give one, or a list of them")
+    optimizers = optimizers_of(optimizer, "imece.steps")
     if not optimizers:
         raise ValueError("imece.steps: there is no optimizer: give all that step the model")
     return optimizers

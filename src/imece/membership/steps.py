@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from imece import mesh as meshes
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.membership.arguments import check_also, check_model, check_range, optimizers_of
+from imece.membership.arguments import check_also, check_model, check_optimizers, check_range
 from imece.membership.beating import show
 from imece.membership.carried import Carried, Stateful
 from imece.membership.draws import begin_draws
@@ -111,7 +111,7 @@ def steps(
     check_range(total, start)
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
     check_model(model, mesh.can_change)
-    optimizers = optimizers_of(optimizer)
+    optimizers = check_optimizers(optimizer)
     check_also(also)
     carried = Carried(model, optimizers, also)
     packed(carried.state())  # raise TypeError now, not when a rank has died

@@ -210,10 +210,15 @@ def test_one_of_two_optimizers(mesh: object) -> None:
         TrainingState(model, [])  # the model alone
 
 
-def test_what_is_no_wrapped_model_and_no_checkpoint(mesh: object, tmp_path: Path) -> None:
+def test_what_is_no_wrapped_model_no_optimizer_and_no_checkpoint(mesh: object, tmp_path: Path) -> None:
     plain: Any = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="TrainingState: a Linear is not wrapped: give what imece"):
         TrainingState(plain, [])
+    model, optimizers = by_two("replicate")
+    wrong: Any
+    for wrong in (None, [optimizers[0], None]):
+        with pytest.raises(TypeError, match=r"TrainingState: a NoneType is no optimizer: give one, or"):
+            TrainingState(model, wrong)
     folder: Any = tmp_path
     with pytest.raises(TypeError, match=r"load: a PosixPath is no checkpoint: open it, as newest\(folder"):
         TrainingState(*by_two("replicate")).load(folder)

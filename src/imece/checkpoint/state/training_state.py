@@ -36,7 +36,7 @@ from imece.checkpoint.state.weights import (
     shaped,
     with_extra_state,
 )
-from imece.data_parallel.optimizer import parameters_of
+from imece.data_parallel.optimizer import optimizers_of, parameters_of
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
 from imece.data_parallel.sharding.parts import Part
@@ -67,9 +67,9 @@ class TrainingState:
         For a model that is divided along the mesh's axes tensor and pipeline, all ranks of the mesh have such
         a state and save into one checkpoint, which any other number of ranks can load. It leaves nothing out.
 
-        TypeError if the model is not wrapped. ValueError if only some of the optimizers that step a sharded
-        model are given, or one that steps another model. A warning if the model is replicated and none of
-        these steps some trained parameter.
+        TypeError if the model is not wrapped, and for what is no optimizer. ValueError if only some of the
+        optimizers that step a sharded model are given, or one that steps another model. A warning if the
+        model is replicated and none of these steps some trained parameter.
         """
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is around it
         if not isinstance(model, DistributedDataParallel):
@@ -83,7 +83,7 @@ class TrainingState:
                 "TrainingState(frozen=False): of a model that is divided along the axis tensor or pipeline "
                 "each rank has a part of the base: save all of it"
             )
-        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        given = optimizers_of(optimizers, "TrainingState")
         self._model, self._optimizers = model, [(each, Kept(each)) for each in given]
         self._names: dict[Tensor, str] = {each: name for name, each in model.module.named_parameters()}
         self._numbers = Numbers(given, self._names, self._place)
