@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from imece.errors import PeerLostError
 from imece.launch.processes import Ending, first_cause, kill_group, worker_environment
 from imece.status import Failure, describe
+from imece.store import NO_MORE
 
 
 def ending(rank: int, status: int, time_s: float, failure: Failure | None = None, **more: Any) -> Ending:
@@ -33,20 +34,22 @@ def test_what_a_rank_says_of_itself_counts_before_its_slow_exit() -> None:
     assert first_cause([quick, slow]) is slow
 
 
-def test_a_rank_that_may_not_start_threads_names_the_limit() -> None:
-    """As under `ulimit -u`."""
-    line = ending(0, 1, 5.0, Failure(3.0, "RuntimeError", "can't start new thread", False)).describe()
-    assert line == (
-        "rank 0 (pid 1000) failed with RuntimeError: can't start new thread (exit status 1): no more "
-        "processes or threads may be started here: raise the limit (ulimit -u, docker --pids-limit)"
-    )
-
-
-def test_a_rank_without_memory_says_what_to_do() -> None:
-    line = ending(0, 1, 5.0, Failure(3.0, "MemoryError", "", False)).describe()
-    assert line.endswith(
-        "MemoryError (exit status 1): give it more memory (ulimit -v, docker --memory), or use less"
-    )
+@pytest.mark.parametrize(
+    ("kind", "message", "hint"),
+    [
+        ("RuntimeError", "can't start new thread", NO_MORE),  # as under `ulimit -u`
+        (
+            "OSError",
+            "[Errno 24] Too many open files: 'a.txt'",
+            "close some, or raise the limit (ulimit -Hn, docker run --ulimit nofile=65536)",
+        ),
+        ("MemoryError", "", "give it more memory (ulimit -v, docker --memory), or use less"),
+    ],
+)
+def test_a_rank_at_a_limit_says_what_to_do(kind: str, message: str, hint: str) -> None:
+    line = ending(0, 1, 5.0, Failure(3.0, kind, message, False)).describe()
+    what = f"{kind}: {message}" if message else kind
+    assert line == f"rank 0 (pid 1000) failed with {what} (exit status 1): {hint}"
 
 
 def test_leaving_early_is_a_failure() -> None:

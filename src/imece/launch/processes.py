@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -102,8 +103,12 @@ class Ending:
         if self.failure is not None:
             words = (self.failure.kind, " ".join(self.failure.message.split()))
             what = ": ".join(filter(None, words))
-            hint = f": {NO_MORE}" if "can't start new thread" in what else ""
-            if self.failure.kind == MemoryError.__name__:
+            hint = ""
+            if "can't start new thread" in what:
+                hint = f": {NO_MORE}"
+            elif os.strerror(errno.EMFILE) in what:
+                hint = ": close some, or raise the limit (ulimit -Hn, docker run --ulimit nofile=65536)"
+            elif self.failure.kind == MemoryError.__name__:
                 hint = ": give it more memory (ulimit -v, docker --memory), or use less"
             return f"{who} failed with {what} (exit status {self.status}){hint}"
         return f"{who} failed with exit status {self.status}"
