@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imece.launch.hosts import handshake
 from imece.launch.hosts.door import MOST_STRANGERS
 from imece.launch.hosts.events import Complaints, Down, Refused, Up
 from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
@@ -22,9 +23,10 @@ from tests.launch.hosts.agents import TOKEN, Agent, agents, all_that_comes, exac
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Agent]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
     """Hosts 0 and 1 with a link between them; a stranger has 0.3 s."""
-    with agents(0, 1, handshake_s=0.3) as both:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
+    with agents(0, 1) as both:
         both[1].dial(0, both[0].address, patience_s=10)
         both[0].next(Up), both[1].next(Up)
         yield both
@@ -170,9 +172,11 @@ def test_a_peer_that_says_what_is_no_message_loses_its_link(pair: list[Agent]) -
     assert one.next(Down).host == 0
 
 
-def test_a_crowd_of_strangers_does_not_keep_an_agent_out(pair: list[Agent]) -> None:
+def test_a_crowd_of_strangers_does_not_keep_an_agent_out(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     zero = pair[0]
-    zero._links.door._limit_s = 30.0
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 30.0)
     crowd = [knock(zero) for _ in range(MOST_STRANGERS)]
     try:
         with agents(2) as (two,):
@@ -187,10 +191,12 @@ def test_a_crowd_of_strangers_does_not_keep_an_agent_out(pair: list[Agent]) -> N
             sock.close()
 
 
-def test_a_crowd_that_waited_in_the_queue_is_met_and_closed(pair: list[Agent]) -> None:
+def test_a_crowd_that_waited_in_the_queue_is_met_and_closed(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All at once, as when the agent had no processor for a while: none is turned away unmet."""
     zero, more = pair[0], 3
-    zero._links.door._limit_s = 30.0
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 30.0)
     is_there = threading.Event()
     zero._call(is_there.wait)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from imece.errors import UserError
-from imece.launch.hosts import reach
+from imece.launch.hosts import handshake, reach
 from imece.launch.hosts.events import Down, Refused, Up
 from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.network import Network
@@ -201,8 +201,9 @@ def test_a_dial_in_vain_says_what_there_is() -> None:
         assert "'no such host.invalid' is not a host that can be found" in one.next(Down).why
 
 
-def test_a_listener_that_never_answers_is_silent() -> None:
-    with agents(1, handshake_s=0.1) as (one,), socket.create_server((LOOPBACK, 0)) as mute:
+def test_a_listener_that_never_answers_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.1)
+    with agents(1) as (one,), socket.create_server((LOOPBACK, 0)) as mute:
         address = LOOPBACK, mute.getsockname()[1]
         assert one.probe(address, 0.2) == "silent"
         one.dial(0, address, patience_s=0.0)

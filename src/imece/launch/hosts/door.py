@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from imece.launch.hosts import frames
+from imece.launch.hosts import frames, handshake
 from imece.launch.hosts.events import Complaints, Refused
 from imece.launch.hosts.handshake import GoneError, HandshakeError, demand
 from imece.launch.hosts.link import prepare
@@ -25,15 +25,13 @@ class Door:
     def __init__(
         self,
         token: bytes,
-        limit_s: float,
         incoming: Callable[[socket.socket, str, Hello], Work],
         emit: Callable[[Refused], None],
         spawn: Callable[[Work], Task],
     ) -> None:
-        """incoming: gets the connection of whoever has come in within `limit_s`; the connection is closed
+        """incoming: gets the connection of whoever has come in within HANDSHAKE_S; the connection is closed
         when it returns. spawn: runs what may take long, and ends it when all is closed."""
-        self._token, self._limit_s = token, limit_s
-        self._incoming, self._emit, self._spawn = incoming, emit, spawn
+        self._token, self._incoming, self._emit, self._spawn = token, incoming, emit, spawn
         self._complaints = Complaints()
         self._strangers: dict[Task, str] = {}  # their addresses, the oldest first
 
@@ -72,7 +70,7 @@ class Door:
     async def answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
         """Answer an introduction; it does not matter whether the answer arrives."""
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(handshake.HANDSHAKE_S):
                 await frames.write(sock, message)
         except OSError:  # TimeoutError too
             return
@@ -91,14 +89,14 @@ class Door:
         assert task is not None
         try:
             prepare(sock)
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(handshake.HANDSHAKE_S):
                 await demand(sock, self._token)
                 self._strangers.pop(task, None)
                 return Hello.of(await frames.read(sock))
         except GoneError:  # this process was stopped for a while, say, and its peers have dialled in vain
             return None
         except TimeoutError:
-            self.complain(address, f"it has not said who it is within {self._limit_s:g} s")
+            self.complain(address, f"it has not said who it is within {handshake.HANDSHAKE_S:g} s")
         except EOFError as error:
             if task in self._strangers:  # or it has learned that it need not come in
                 self.complain(address, str(error))

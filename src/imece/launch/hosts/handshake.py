@@ -20,6 +20,8 @@ import socket
 from imece.launch.hosts.frames import read_exactly
 
 MAGIC = b"imece\0\0\1"  # the last byte is the version of this exchange
+HANDSHAKE_S = 5.0
+"""For a stranger to prove who he is, and for whoever was dialled to answer."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _NO = bytes(_PROOF_BYTES)

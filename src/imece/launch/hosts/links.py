@@ -39,7 +39,6 @@ class Links:
         job: str,
         hello: dict[str, Any],
         silent_s: float,
-        handshake_s: float,
         emit: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
@@ -48,10 +47,9 @@ class Links:
         self.port = 0
         """Where this agent listens."""
         self.tunnels = Tunnels(self._reach_store, spawn)
-        self.door = Door(token, handshake_s, self._incoming, emit, spawn)
+        self.door = Door(token, self._incoming, emit, spawn)
         self._me, self._job, self._said_first = me, job, hello
-        self._token, self._handshake_s = token, handshake_s
-        self._emit, self._spawn = emit, spawn
+        self._token, self._emit, self._spawn = token, emit, spawn
         self._silence = Silence(silent_s)
         self._beat_s = 0.0  # when this process last said that it lives
         self._stopped_s = 0.0  # for how long it did not run, before the last beat
@@ -106,7 +104,7 @@ class Links:
             self._speaking.add(host)
 
         try:
-            sock, peer = await reach(address, self._token, self._hello("link"), self._handshake_s, speak)
+            sock, peer = await reach(address, self._token, self._hello("link"), speak)
         finally:
             self._speaking.discard(host)
         if peer.host != host:
@@ -216,9 +214,7 @@ class Links:
             async with asyncio.timeout(within_s):
                 while True:
                     try:
-                        sock, peer = await reach(
-                            address, self._token, self._hello("probe"), self._handshake_s
-                        )
+                        sock, peer = await reach(address, self._token, self._hello("probe"))
                         sock.close()
                         return "there", peer.agent
                     except Unreached as error:
@@ -229,7 +225,7 @@ class Links:
             return "silent", None
 
     async def _reach_store(self, address: Address) -> socket.socket:
-        sock, _ = await reach(address, self._token, self._hello("tunnel"), self._handshake_s)
+        sock, _ = await reach(address, self._token, self._hello("tunnel"))
         return sock
 
     def send(self, up: Up, frame: bytes) -> None:

@@ -40,18 +40,16 @@ class Network:
         hello: dict[str, Any],
         *,
         silent_s: float,
-        handshake_s: float = 5.0,
     ) -> None:
         """me: this host's rank. hello: what a peer learns with its Up. A link that hears nothing for
-        `silent_s` ends (0: never); a stranger has `handshake_s` to prove who he is. UserError if loopback is
-        down."""
+        `silent_s` ends (0: never). UserError if loopback is down."""
         tunnel = listen_here()
         tunnel.setblocking(False)
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: list[asyncio.Task[None]] = []
-        self._links = Links(token, me, job, hello, silent_s, handshake_s, self._emit, self._spawn)
+        self._links = Links(token, me, job, hello, silent_s, self._emit, self._spawn)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="imece-network", daemon=True)
         self.wake, self._waker = socket.socketpair()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from imece.launch.hosts import frames
+from imece.launch.hosts import frames, handshake
 from imece.launch.hosts.handshake import HandshakeError, prove
 from imece.launch.hosts.link import prepare
 from imece.system.addresses import Address, describe
@@ -78,10 +78,10 @@ async def reach(
     address: Address,
     token: bytes,
     hello: Hello,
-    limit_s: float,
     speak: Callable[[], object] = lambda: None,
 ) -> tuple[socket.socket, Hello]:
-    """A connection to the agent at `address`, and who that is; `limit_s` is for what follows the connection.
+    """A connection to the agent at `address`, and who that is; what follows the connection
+    may take HANDSHAKE_S.
 
     speak: called just before this side says who it is; may raise Unreached, as this function does.
     """
@@ -90,7 +90,7 @@ async def reach(
     with contextlib.ExitStack() as unless_reached:
         unless_reached.callback(sock.close)
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(handshake.HANDSHAKE_S):
                 await prove(sock, token)
                 speak()
                 await frames.write(sock, hello.message())
