@@ -25,6 +25,10 @@ from imece.world import OPENED, World, mark_opened
 class Mesh:
     """The ranks of this job, arranged. `imece.init` makes one on each rank, all of equal shape.
 
+        mesh = imece.init({"replicate": 2, "tensor": 4})
+        imece.all_reduce(tensor, "avg", group=mesh.group("replicate"))
+        inputs = batch[mesh.batch_rank :: mesh.batch_ranks].to(mesh.device)
+
     On CPUs of several hosts the groups of hosts exist from the beginning. A method that returns any other
     group creates it on first use. That is a call of the whole world: all ranks must ask for the same groups
     in the same order, as with any collective; otherwise they get an error.
@@ -45,6 +49,7 @@ class Mesh:
         owns_world: closing the mesh also destroys torch's default group. torch.distributed must be
         initialized."""
         self.device = device
+        """Where this rank's tensors belong."""
         self.can_change = can_change
         """Whether other ranks can replace these: not if axes were asked for, nor in a process group that
         imece did not open."""
@@ -58,7 +63,11 @@ class Mesh:
 
     def take(self, world: World, sizes: Mapping[str, int], groups: Groups) -> None:
         """Become the mesh of these ranks, whose default group is open."""
-        self.world, self.hosts, self.backend = world, groups.hosts, groups.backends.own
+        self.world = world
+        self.hosts = groups.hosts
+        """The ranks of each host."""
+        self.backend = groups.backends.own
+        """Of torch.distributed, for tensors on `device`."""
         self._sizes, self._groups = dict(sizes), groups
         self._device_mesh: DeviceMesh | None = None
         for begin in moments.once_arranged:
