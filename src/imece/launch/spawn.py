@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from imece.store import listen_here, serve
 from imece.system.open_files import SPAWN, check_open_files
 from imece.system.out_of_memory import Killer, preference, take_first
 
+Returned = TypeVar("Returned")
+
 _BLAME_S = 1.0  # how long a rank that lost its peer waits for that peer's end to be seen
 _LONGEST_S = 60.0  # of a single wait, so that a caller's limit is never too large for it
 _RESULT, _FAILURE = b"r", b"f"
@@ -55,13 +57,13 @@ class RankFailedError(RuntimeError):
 
 
 def spawn(
-    fn: Callable[..., Any],
+    fn: Callable[..., Returned],
     args: Sequence[Any] = (),
     ranks: int = 2,
     *,
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
-) -> list[Any]:
+) -> list[Returned]:
     """Run `fn(*args)` in each of `ranks` new processes of this host; returns the results, by rank.
 
     Each process has torchrun's environment variables, so `fn` may call imece.init(); `env` adds to them.
