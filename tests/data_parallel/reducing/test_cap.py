@@ -21,13 +21,13 @@ ARRIVALS = [(MIB, 0.010 * (at + 1)) for at in range(16)]  # 16 gradients of 1 Mi
 
 def test_latency_asks_for_large_buckets() -> None:
     """Nothing but latency, more than a backward of small buckets can hide: one bucket is best."""
-    cap, exposed_s = best_cap(ARRIVALS, lambda nbytes: 0.1, None)
+    cap, exposed_s = best_cap(ARRIVALS, lambda nbytes: 0.1, MIB)
     assert cap == max(CAPS_BYTES) and exposed_s == pytest.approx(0.1 + EACH_S)
 
 
 def test_bandwidth_asks_for_small_buckets() -> None:
     """5 ms a MiB and no latency: of 1 MiB buckets all but the last hide, of larger ones more stays."""
-    cap, exposed_s = best_cap(ARRIVALS, lambda nbytes: 0.005 * nbytes / MIB, None)
+    cap, exposed_s = best_cap(ARRIVALS, lambda nbytes: 0.005 * nbytes / MIB, MIB)
     assert cap == MIB and exposed_s == pytest.approx(0.005 + EACH_S)
 
 
@@ -62,7 +62,7 @@ def test_no_other_cap_is_predicted_to_be_better(
     def simulated(cap: int) -> float:
         buckets: list[list[tuple[int, float]]] = [[]]
         for each in arrivals:
-            if sum(nbytes for nbytes, _ in buckets[-1]) >= cap:
+            if sum(nbytes for nbytes, _ in buckets[-1]) >= (cap if len(buckets) > 1 else MIB):
                 buckets.append([])
             buckets[-1].append(each)
         free = 0.0
@@ -71,7 +71,7 @@ def test_no_other_cap_is_predicted_to_be_better(
             free = max(free, bucket[-1][1]) + latency_s + per_mib_s * nbytes / MIB + EACH_S
         return free - now
 
-    cap, exposed_s = best_cap(arrivals, lambda nbytes: latency_s + per_mib_s * nbytes / MIB, None)
+    cap, exposed_s = best_cap(arrivals, lambda nbytes: latency_s + per_mib_s * nbytes / MIB, MIB)
     assert exposed_s == pytest.approx(simulated(cap))
     assert exposed_s <= 1.02 * min(simulated(each) for each in CAPS_BYTES) + 1e-9
 

@@ -23,7 +23,7 @@ def cap_over(
     links: Links,
     schedule: str,
     arrivals: Sequence[tuple[int, float]],
-    first_bytes: int | None,
+    first_bytes: int,
     overlap: bool,
 ) -> int:
     """The best cap in bytes if this schedule reduces each bucket over these links."""
@@ -38,12 +38,13 @@ def cap_over(
 
 
 def best_cap(
-    arrivals: Sequence[tuple[int, float]], seconds: Callable[[int], float], first_bytes: int | None
+    arrivals: Sequence[tuple[int, float]], seconds: Callable[[int], float], first_bytes: int
 ) -> tuple[int, float]:
     """(cap in bytes, predicted seconds from the last gradient to the end of the last bucket).
 
     arrivals: (bytes, time) of each gradient, in the order in which they came. seconds: of one bucket's
-    all-reduce. Returns the largest of the caps within 2 % of the best.
+    all-reduce. first_bytes: the cap of the first bucket. Returns the largest of the caps within 2 % of
+    the best.
     """
     last = arrivals[-1][1] if arrivals else 0.0
     ends = {cap: _end(arrivals, seconds, cap, first_bytes) - last for cap in CAPS_BYTES}
@@ -56,9 +57,9 @@ def _end(
     arrivals: Sequence[tuple[int, float]],
     seconds: Callable[[int], float],
     cap: int,
-    first_bytes: int | None,
+    first_bytes: int,
 ) -> float:
-    end, held, limit = 0.0, 0, first_bytes or cap
+    end, held, limit = 0.0, 0, first_bytes
     for at, (nbytes, ready) in enumerate(arrivals):
         held += nbytes
         if held >= limit or at == len(arrivals) - 1:
