@@ -493,6 +493,7 @@ def make_mistakes() -> None:
     foreign: Any = alone[1 - dist.get_rank()]
     wrong: Any = "a"
     two: Any = [x, x]
+    message: Any = Send(x, 1 - dist.get_rank())
     mistakes: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.all_reduce(x, "summ"), "unknown reduction 'summ': did you mean 'sum'?"),
         (lambda: ops.all_reduce(x, dist.ReduceOp.BAND), "unknown reduction .*BAND.*: one of sum, avg"),
@@ -516,6 +517,7 @@ def make_mistakes() -> None:
         (lambda: ops.all_gather(x, half), "output is torch.float32, but input is torch.float64"),
         (lambda: ops.reduce_scatter(half, x), "input is torch.float32, but output is torch.float64"),
         (lambda: ops.all_reduce(x, group=foreign), "this rank is not in the group"),
+        (lambda: ops.all_reduce(x, group=two), "^a list is no group: give one of torch's"),
         (lambda: ops.all_reduce(one), r"float32\[6\] is expanded: .* pass its clone"),
         (lambda: ops.all_reduce(one, schedule="ring"), r"float32\[6\] is expanded"),
         (lambda: ops.broadcast(one, async_op=True), r"float32\[6\] is expanded"),
@@ -533,6 +535,7 @@ def make_mistakes() -> None:
         (lambda: ops.send(two, 1 - dist.get_rank()), "send: a tensor is expected"),
         (lambda: ops.recv(two, 1 - dist.get_rank()), "recv: a tensor is expected"),
         (lambda: ops.exchange([Send(two, 1 - dist.get_rank())]), "Send: a tensor is expected"),
+        (lambda: ops.exchange(message), "exchange: a list of imece.Send and imece.Recv .*, not a Send"),
         (lambda: ops.exchange(two), "exchange: imece.Send or imece.Recv is expected, not Tensor"),
     ]  # fmt: skip
     for make, words in mistakes:

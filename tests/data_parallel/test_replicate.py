@@ -638,6 +638,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     ),
     "wire": (Branches, {"wire": "fp8"}, ValueError, "unknown wire 'fp8': None, 'bf16' or 'int8'"),
     "schedule": (Branches, {"schedule": "rings"}, ValueError, "'rings' of all_reduce: did you mean 'ring'"),
+    "overlap": (Branches, {"overlap": "auto"}, ValueError, "overlap='auto': True, False, or None"),
     "average": (Branches, {"average": "words"}, ValueError, "'words'.*ranks, samples, tokens"),
     **{
         f"cap {cap}": (Branches, {"bucket_cap_mb": cap}, ValueError, re.escape(f"bucket_cap_mb={cap}"))
@@ -668,6 +669,8 @@ def refused_with_the_reason(group: dist.ProcessGroup) -> None:
     line = mesh_of((dist.get_world_size(),))
     with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
         wrap(Branches(), group, device_mesh=line)
+    with pytest.raises(TypeError, match=r"device_mesh: a list is no DeviceMesh"):
+        DistributedDataParallel(Branches(), device_mesh=[0, 1])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Only 1D device mesh"):
         DistributedDataParallel(Branches(), device_mesh=mesh_of((1, dist.get_world_size())))
     train_step(DistributedDataParallel(double(Branches()), device_mesh=line), group)

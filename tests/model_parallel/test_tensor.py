@@ -404,3 +404,5 @@ def alone() -> None:
     assert divided_parameters(model) == {}
     with pytest.raises(UserError, match="no module of Transformer is called 'nothing'"):
         imece.tensor_parallel(model, mesh, plan={"nothing": "row"})
+    with pytest.raises(UserError, match="plan: a list, where names are to have kinds"):
+        imece.tensor_parallel(model, mesh, plan=["*.up"])  # type: ignore[arg-type]

@@ -24,10 +24,12 @@ from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.tensors import check_written
 from imece.collectives.waited import waiting
 from imece.errors import UserError
+from imece.listing import kind_of
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or that of all ranks. UserError if there is none, ValueError if this rank is not in it."""
+    """The group, or that of all ranks. UserError if there is none, ValueError if this rank is not in it,
+    TypeError for what is no group, as a mesh or a list of ranks."""
     if type(group) is SharedMemoryGroup or type(group) is dist.ProcessGroup:
         return group  # torch's isinstance takes longer than all other checks of a small call
     if group is None:
@@ -35,8 +37,14 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
             raise UserError("there are no ranks yet: call imece.init() first")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("this rank is not in the group that it was asked to communicate in")
+        raise _no_group(group)
     return group
+
+
+def _no_group(given: object) -> Exception:
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        return ValueError("this rank is not in the group that it was asked to communicate in")
+    return TypeError(f"{kind_of(given)} is no group: give one of torch's, as mesh.world_group")
 
 
 def finish() -> None:

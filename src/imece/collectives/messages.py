@@ -15,6 +15,7 @@ from imece.collectives.given_up import Waitable
 from imece.collectives.pending import without_gradients
 from imece.collectives.reduction import flattened
 from imece.collectives.shared_memory.tensors import check_rank, check_tag, check_tensor, check_written
+from imece.listing import kind_of
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup
@@ -91,6 +92,8 @@ def exchange(
     group: a ProcessGroup that holds this rank; None for all ranks. label: what the tensors are, for errors.
     PeerLostError if another rank is gone, CollectiveTimeoutError if it comes too late.
     """
+    if not isinstance(messages, Sequence):
+        raise TypeError(f"exchange: a list of imece.Send and imece.Recv is expected, not {kind_of(messages)}")
     group = group_or_default(group)
     rank = group.rank()
     sends, receives, places = [], [], []

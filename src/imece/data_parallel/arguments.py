@@ -15,6 +15,7 @@ from imece.collectives.calls import group_or_default
 from imece.collectives.schedules import check_name
 from imece.collectives.wire import check_wire
 from imece.layout import MIB
+from imece.listing import kind_of
 
 
 def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:
@@ -29,20 +30,25 @@ def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_r
         warnings.warn("check_reduction does nothing, as in torch", FutureWarning, stacklevel=3)
 
 
-def check_way(schedule: str | None, wire: str | None) -> None:
+def check_way(schedule: str | None, wire: str | None, overlap: bool | None) -> None:
     """ValueError for an unknown name, at construction: in the first backward other ranks would
-    already wait."""
+    already wait. And for an `overlap` that is no bool: "auto" would be taken for True."""
+    if overlap not in (None, False, True):
+        raise ValueError(f"overlap={overlap!r}: True, False, or None for what suits the ranks")
     check_wire(wire)
     if schedule not in (None, "auto"):
         check_name("all_reduce", schedule)
 
 
 def group_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The group that one of the two arguments names; by default that of all ranks."""
+    """The group that one of the two arguments names; by default that of all ranks. TypeError for what is no
+    group or DeviceMesh."""
     if device_mesh is None:
         return group_or_default(group)
     if group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh: {kind_of(device_mesh)} is no DeviceMesh of torch: give process_group=")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     return device_mesh.get_group(0)

@@ -130,7 +130,7 @@ def parallelize(
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
         raise ValueError("there is no optimizer: give one, a list of them, or a function that makes one")
-    check_way(None, wire)
+    check_way(None, wire, overlap)
     bucket_caps(bucket_cap_mb, None)
     for each in optimizers:
         complete(each)

@@ -172,7 +172,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.drift_check_every = drift_check_every
-        arguments.check_way(schedule, wire)
+        arguments.check_way(schedule, wire, overlap)
         self._asked_way = schedule, wire, overlap
         self._asked_caps = bucket_cap_mb, bucket_cap_mb_list
         self._choose_way()

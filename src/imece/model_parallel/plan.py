@@ -51,6 +51,8 @@ def planned(
     """{name of a module: (module, how it is divided)}. UserError, with names and figures, for an impossible
     plan."""
     _refuse_adapters(model)
+    if plan is not None and not isinstance(plan, Mapping):
+        raise UserError(f"plan: {kind_of(plan)}, where names are to have kinds, as {{'*.up': 'column'}}")
     wanted = _found(model, ranks, sequence) if plan is None else plan
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for pattern, kind in wanted.items():

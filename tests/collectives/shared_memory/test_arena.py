@@ -282,6 +282,11 @@ def test_shapes_and_dtypes(dtype: torch.dtype) -> None:
     assert shared_empty(np.prod([2, 3])).shape == (6,)
 
 
+def test_the_name_of_a_dtype_is_none() -> None:
+    with pytest.raises(TypeError, match="dtype='float32': one of torch's"):
+        shared_empty(3, "float32")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("shape", [-1, (3, -2), (2**40, 2**40), (-(2**40), 2**40), (np.int64(2**40),) * 2])
 def test_impossible_shapes_are_refused(shape: int | tuple[int, ...]) -> None:
     """Never memory that belongs to somebody else, nor an empty tensor for a size that wraps around."""

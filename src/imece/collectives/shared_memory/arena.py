@@ -221,9 +221,11 @@ def shared_empty(
     The tensor is contiguous and page aligned, and in every other respect an ordinary one. Views of it are
     shared too, results of operations on it are not.
 
-    ValueError: a dimension is negative. UserError: the host or the container has too little memory; the
-    message names both sizes.
+    ValueError: a dimension is negative. TypeError: dtype is none of torch's. UserError: the host or the
+    container has too little memory; the message names both sizes.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"shared_empty: dtype={dtype!r}: one of torch's, as torch.float32")
     # Python ints: a product of numpy's ints may wrap around.
     sizes = (shape,) if isinstance(shape, int | np.integer) else shape
     return ARENAS.empty(tuple(map(operator.index, sizes)), dtype)
