@@ -50,6 +50,13 @@ def test_shards_are_over_all_ranks_or_those_of_a_host() -> None:
     assert not any(each.strategy.startswith("hybrid") for each in arrangements(question(8, 1, 64)))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "found"), [(1, 4, {1, 2, 4}), (1, 6, {1, 2}), (1, 1, {1}), (2, 4, {1, 2})]
+)
+def test_hosts_of_one_gpu_divide_matrices_with_each_other(gpus: int, hosts: int, found: set[int]) -> None:
+    assert {each.tensor for each in arrangements(question(gpus, hosts, 24))} == found
+
+
 def test_a_strategy_that_is_asked_for_has_ranks_to_share_with_if_any_way_has() -> None:
     asked = question(8, strategy="zero3")
     assert {each.data for each in arrangements(asked)} == {2, 4, 8}

@@ -1,10 +1,12 @@
 """All ways to train a model on a cluster: what the search tries, before memory and speed are known.
 
-ranks = tensor x context x data x pipeline, tensor innermost: its ranks are neighbours in a host.
+ranks = tensor x context x data x pipeline, tensor innermost: its ranks are neighbours, in a host
+if that has several.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +44,7 @@ _MOST_AT_ONCE, _MOST_TOKENS = 64, 2**18
 _LEAST_TOKENS = 1024  # of a sequence, on each rank of a context group
 _LONG_SEQ = 8192  # tokens: shorter sequences need not be divided among ranks, if there is one for each
 _MOST_CHUNKS = 8  # of the model on a pipeline rank
+_MOST_OVER_HOSTS = 8  # ranks that divide matrices, if hosts have one each
 _FP8_SIDE = 16  # sides of matrices multiplied in FP8 are multiples of this
 
 
@@ -279,8 +282,10 @@ def _axes(question: Question) -> Iterator[tuple[int, int, int, int]]:
 def _tensors(question: Question) -> list[int]:
     if question.tensor is not None:
         return [question.tensor]
-    inside = question.cluster.gpus_per_host
-    return [n for n in _divisors(inside) if _can_split(question.model, n) and n & (n - 1) == 0]
+    ranks = question.cluster.gpus_per_host
+    if ranks == 1:  # without neighbours in its host: over hosts sums are slow, but other ways may be slower
+        ranks = math.gcd(question.cluster.gpus, _MOST_OVER_HOSTS)
+    return [n for n in _divisors(ranks) if _can_split(question.model, n) and n & (n - 1) == 0]
 
 
 def _contexts(question: Question, ranks: int) -> list[int]:

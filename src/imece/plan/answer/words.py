@@ -111,7 +111,7 @@ def title(setup: Setup) -> str:
     parts = [name]
     if parallel.interleave > 1:
         parts.append(f"{parallel.interleave} chunks a stage")
-    parts.append(f"micro-batch {recipe.micro_batch}")
+    parts.append(f"micro-batch {recipe.micro_batch:,}")
     if recipe.accumulation > 1:
         parts.append(f"{recipe.accumulation:,} accumulated")
     if recipe.recompute != "none":
@@ -157,8 +157,8 @@ def meanings(setup: Setup, cluster: Cluster) -> Iterator[tuple[str, str]]:
     if parallel.ranks > parallel.data:
         groups = f" x {many(parallel.data, 'group')} of {one}s"
     yield (
-        f"micro-batch {recipe.micro_batch}",
-        f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch} x "
+        f"micro-batch {recipe.micro_batch:,}",
+        f"{once}, {_times(recipe.accumulation)} before each update: {recipe.micro_batch:,} x "
         f"{recipe.accumulation:,}{groups} = {many(setup.global_batch, 'sequence')}",
     )
     if recipe.recompute == "full":
