@@ -13,6 +13,7 @@ from torch import nn
 import imece
 from imece.errors import UserError
 from imece.foreign.settings import Settings
+from imece.foreign.training import train_toml
 
 yaml = pytest.importorskip("yaml")
 
@@ -58,6 +59,7 @@ def test_fsdp() -> None:
     )
     assert (found.ranks, found.hosts, found.host_rank, found.rendezvous) == (16, 2, 1, "10.0.0.1:29500")
     assert found.unit_classes == ("Block", "Linear")
+    assert '\n\n[compute]\ndtype = "bf16"\nrecompute = true\n' in train_toml(found)
     assert {each.fate for each in found.values} == {"taken", "needless"}
     model = nn.Sequential(Block(), Block())
     precision = imece.MixedPrecision(torch.bfloat16, torch.bfloat16)
@@ -143,7 +145,7 @@ def test_whole_models(content: dict[str, Any], ranks: int | None) -> None:
     found = imece.read_settings({**content, "mixed_precision": "fp16"})
     assert (found.strategy, found.ranks, found.dtype) == ("replicate", ranks, "fp16")
     assert found.arguments() == {"strategy": "replicate"}
-    assert found.compile == ("dynamo_config" in content)
+    assert found.compile == ("dynamo_config" in content) == ("compile = true\n" in train_toml(found))
 
 
 def test_deepspeed_by_its_few_values() -> None:
