@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tokenizers
 
-from imece.cli.options import parse
 from imece.data.bpe import train_bpe
 from imece.data.corpus import Source
 from imece.data.prepare import TextSource, prepare, reopen
@@ -239,11 +238,3 @@ def test_sources_that_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]*$") as raised:
         TextSource(**options)
     assert words in str(raised.value)
-
-
-def test_a_source_from_the_command_line() -> None:
-    def read(*words: str) -> TextSource:
-        return parse(TextSource, words, "imece tokens", "Makes tokens.")
-
-    assert read("--paths", "a.txt", "b", "--held-out", "0.1") == TextSource(("a.txt", "b"), held_out=0.1)
-    assert "vocab_size is 3: at least 257" in mistake(read, "--vocab-size", "3")

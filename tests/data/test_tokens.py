@@ -84,12 +84,12 @@ def test_a_damaged_manifest(made: TokenFiles) -> None:
     for place in range(0, len(whole), 3):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         assert str(path) in mistake(open_tokens, made.folder)
-    for damaged in (b"", b"[]", b"3", b"{}", b'{"version": 1}', whole[: len(whole) // 2], b"\xff"):
+    for damaged in (b"", b"[]", b"3", b"{}", b'{"version": 2}', whole[: len(whole) // 2], b"\xff"):
         path.write_bytes(damaged)
         assert f"{path}: damaged" in mistake(open_tokens, made.folder)
     content = json.loads(whole)
-    path.write_text(json.dumps(content | {"version": 2}))
-    assert f"{path}: version 2, not 1" in mistake(open_tokens, made.folder)
+    path.write_text(json.dumps(content | {"version": 1}))
+    assert f"{path}: version 1, not 2" in mistake(open_tokens, made.folder)
     path.unlink()
     assert f"{path}: no such file, so no finished token files" in mistake(open_tokens, made.folder)
     assert "no finished token files" in mistake(open_tokens, made.folder / "nowhere")

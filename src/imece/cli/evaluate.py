@@ -256,7 +256,7 @@ def _own_tokens(
             raise UserError(
                 f"{own.folder}: made with another tokenizer than this run's: imece train makes them again"
             )
-        if own.identity != saved.state.get(METRIC_ON, own.identity):
+        if own.identity != saved.state[METRIC_ON]:
             raise UserError(
                 f"{own.folder}: not of the text that step {saved.step} was trained on: imece train makes "
                 "them again if that is still there, --data names other text"

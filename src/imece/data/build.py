@@ -117,15 +117,14 @@ def _wanted(
     sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, share: float
 ) -> dict[str, Any]:
     """Everything that the content of the token files depends on."""
-    hashes = [[each.name, _source_hash(each.files, reading)] for each in sources]
-    wanted = {
-        "source": hashes if hashes[1:] else hashes[0][1],
+    return {
+        "sources": [[each.name, _source_hash(each.files, reading)] for each in sources],
         "tokenizer": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
+        "begin": tokenizer.begin,
         "end": tokenizer.end,
         "held_out": share,
     }
-    return wanted if tokenizer.begin is None else wanted | {"begin": tokenizer.begin}
 
 
 def _manifest_file(folder: Path) -> tuple[int, int] | None:
@@ -291,13 +290,7 @@ class _Counts:
     documents: int = 0
     bytes: int = 0
     tokens: int = 0
-    learned: int = 0
-
-    def of(self, reading: Reading) -> dict[str, int]:
-        counts = asdict(self)
-        if not reading.whole:
-            del counts["learned"]
-        return counts
+    learned: int = 0  # of them, if only answers are
 
 
 class _PartWriter:
@@ -305,7 +298,7 @@ class _PartWriter:
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], reading: Reading) -> None:
         self.all, self.of_source = _Counts(), defaultdict[str, _Counts](_Counts)
-        self._dtype, self._reading = dtype, reading
+        self._dtype = dtype
         suffixes = (*SUFFIXES, ANSWERS) if reading.whole else SUFFIXES
         self._files = {suffix: (folder / f"{name}.{suffix}{_PARTIAL}").open("wb") for suffix in suffixes}
         self._checksums = {suffix: hashlib.blake2b(digest_size=DIGEST_BYTES) for suffix in suffixes}
@@ -338,8 +331,6 @@ class _PartWriter:
 
     def counts(self) -> dict[str, Any]:
         checksums = {suffix: digest.hexdigest() for suffix, digest in self._checksums.items()}
-        counts = {**self.all.of(self._reading), "checksums": checksums}
-        named = {
-            name: each.of(self._reading) for name, each in self.of_source.items() if name and each.tokens
-        }
+        counts = {**asdict(self.all), "checksums": checksums}
+        named = {name: asdict(each) for name, each in self.of_source.items() if name and each.tokens}
         return counts | ({SOURCES: named} if named else {})

@@ -33,7 +33,7 @@ SUFFIXES = ("bin", "idx")
 ANSWERS = "ans"  # the suffix of the third file, if there is one
 SOURCES = "sources"  # the manifest's key of what each of several sources has of a part
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def open_tokens(folder: Path | str, *, verify: bool = False) -> TokenFiles:
         vocab_size=made_from["vocab_size"],
         tokenizer_hash=made_from["tokenizer"],
         skipped=manifest["skipped"],
-        skipped_bytes=manifest.get("skipped_bytes", 0),  # manifests of older versions lack both
-        skipped_first=tuple(manifest.get("skipped_first", ())),
+        skipped_bytes=manifest["skipped_bytes"],
+        skipped_first=tuple(manifest["skipped_first"]),
         made_from=made_from,
         identity=digest(json.dumps(_content(manifest)).encode()),
     )
@@ -173,8 +173,8 @@ def _open_part(
     if ANSWERS in counts["checksums"]:
         learned = _map(folder / f"{name}.{ANSWERS}", np.dtype(np.bool_), counts["tokens"])
     part = Part(
-        name, tokens, offsets, made_from["end"], counts["bytes"], learned, counts.get("learned", 0),
-        begin=made_from.get("begin"),
+        name, tokens, offsets, made_from["end"], counts["bytes"], learned, counts["learned"],
+        begin=made_from["begin"],
     )  # fmt: skip
     return replace(part, divided=tuple(_divided(part, counts.get(SOURCES, {}))))
 
@@ -191,7 +191,7 @@ def _divided(part: Part, sources: Mapping[str, Mapping[str, int]]) -> Iterator[P
             offsets=part.offsets[first : last + 1] - begin,
             text_bytes=counts["bytes"],
             learned=part.learned[begin:end] if part.learned is not None else None,
-            learned_tokens=counts.get("learned", 0),
+            learned_tokens=counts["learned"],
             source=source,
         )
         first = last

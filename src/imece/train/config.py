@@ -81,7 +81,7 @@ class ModelSection:
     heads: int | None = None
     """Attention heads: those of queries."""
     kv_heads: int | None = None
-    """Heads of keys and values; with fewer than `heads`, several queries share one."""
+    """Heads of keys and values; with fewer than those of queries, several queries share one."""
     mlp_width: int | None = None
     """Channels inside the MLP (intermediate size)."""
     #: Context in tokens, which is also the length of the training sequences. With --from only the latter;

@@ -102,4 +102,4 @@ class Progress:
         self.skipped_steps = self.bad_steps = 0
         self.seconds, self.tokens = state["counters"]["seconds"], state["counters"]["tokens"]
         self.best_val_loss, self.val_loss = state["best_val_loss"], (saved.step, saved.metric)
-        self.since_best = state.get("since_best", 0)  # older versions did not count
+        self.since_best = state["since_best"]

@@ -293,9 +293,9 @@ class Session(Progress):
         self.step.load_scaler(saved.state["scaler"])
         self.load_counters(saved)
         text, over = self.prepared.tokens.identity, self._metric_over
-        then = saved.state.get(METRIC_OVER, over)
+        then = saved.state[METRIC_OVER]
         changed = ""
-        if saved.state.get(METRIC_ON, text) != text:
+        if saved.state[METRIC_ON] != text:
             changed = f"the text has changed since step {saved.step}: its order begins anew, and"
         elif then != over:
             changed = f"validation reads {over:,} windows of {self.plan.seq} tokens now, not {then:,}:"

@@ -20,7 +20,7 @@ from imece.errors import UserError
 from imece.models.presets import PRESETS
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import Transformer
-from imece.train.config import DataSection, TrainConfig
+from imece.train.config import TrainConfig
 from imece.train.model.origin import trained_model
 from imece.train.run.folder import RunFolder, Which, read_shape, shape_as_json
 from imece.train.run.lock import RunLock
@@ -135,19 +135,6 @@ def test_a_checkpoint_of_another_model(folder: RunFolder) -> None:
         load_weights(model(0, mlp_width=32), saved)
     with pytest.raises(UserError, match=r"blocks\.2\.attention\.norm\.weight should be \[16\], .* none; "):
         load_weights(model(0, layers=3), saved)
-
-
-def test_documents_were_not_separate_in_older_versions(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
-    config = TrainConfig(run=str(run.path), data=DataSection(format="answers"))
-    run.begin(config)
-    assert run.config().data.separate and run.config().data.separates
-    written = run.config_file.read_text()
-    run.config_file.write_text(written.replace("separate = true\n", ""))
-    assert written != run.config_file.read_text() and not run.config().data.separates
-    run.checkpoints.mkdir()
-    with pytest.raises(UserError, match=r"holds a run with data\.separate = false, this command says true"):
-        run.begin(config)
 
 
 def test_what_was_only_prepared_for_other_options_is_discarded(tmp_path: Path) -> None:

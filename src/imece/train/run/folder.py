@@ -98,12 +98,9 @@ class RunFolder:
         if is_empty:  # it would be a run with the defaults of everything, its text too
             raise UserError(f"{self.config_file}: damaged (it is empty): put it back")
         try:
-            config = read_toml(self.config_file)
+            return read_toml(self.config_file)
         except UserError as mistake:
             raise UserError(f"{mistake}{self._of_another_version()}") from mistake
-        if config.data.separate is None:  # begun by an older version, in which nothing was
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, separate=False))
-        return config
 
     def _of_another_version(self) -> str:
         """What a message about this run adds where another version of imece has written it, else ""."""

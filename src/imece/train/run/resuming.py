@@ -50,7 +50,7 @@ def newest_for(
 
 def check_of_run(saved: Saved, config: TrainConfig, tokenizer: Tokenizer) -> None:
     """UserError for a checkpoint that was made with another config or tokenizer."""
-    check_computed_with(saved.state.get("computed_with", {}), config, saved.folder)
+    check_computed_with(saved.state["computed_with"], config, saved.folder)
     if saved.state["tokenizer_hash"] != tokenizer.hash:
         entries = saved.state["model"]["vocab_size"]
         raise UserError(
