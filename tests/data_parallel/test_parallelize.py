@@ -836,8 +836,12 @@ def one_script_for_every_strategy(group: dist.ProcessGroup) -> None:
         numels = gathered(sum(part.numel for part in model.parts), group)
         assert sum(numels) == (sum(each.numel() for each in model.parameters()) if sharded else 0)
         with model.gathered(write=True), torch.no_grad():
+            with model.gathered(write=True):  # as load_state_dict enters it too
+                for each in model.module.parameters():
+                    each.fill_(1.0)
             for each in model.module.parameters():
-                each.fill_(2.0)
+                assert each.eq(1.0).all(), strategy
+                each.add_(1.0)
         with torch.no_grad():
             for part in model.parts:
                 part.parameter.add_(1.0)

@@ -28,8 +28,10 @@ def gathered(
     sharding.settle()
     if sharding.gathering is not None:
         inside = sharding.gathering.gathered()
+    elif writing and sharding.common_parameters and not sharding.has_private:
+        inside = _private(sharding)
     else:
-        inside = _private(sharding) if writing and sharding.common_parameters else contextlib.nullcontext()
+        inside = contextlib.nullcontext()
     with inside:
         with writing() if writing else contextlib.nullcontext():
             yield
