@@ -595,12 +595,13 @@ def written_in_common(group: dist.ProcessGroup) -> None:
     state = {name: each.clone() for name, each in model.state_dict().items()}
     dist.barrier(group)
     model(torch.ones(2, 16)).mean().backward()
-    with pytest.raises(RuntimeError) as caught, model.gathered(write=True):
-        optimizer.step()
-    assert str(caught.value) == (
-        "an optimizer's step inside of gathered(write=True): what is there would take its place; "
-        "step behind it"
-    )
+    for change in (optimizer.step, model.take_over_masters):
+        with pytest.raises(RuntimeError) as caught, model.gathered(write=True):
+            change()
+        assert str(caught.value) == (
+            "an optimizer's step, or a load from a checkpoint, inside of gathered(write=True): what is there "
+            "would take its place; do it behind the `with`"
+        )
     assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
     dist.barrier(group)
     with torch.no_grad():

@@ -290,8 +290,8 @@ class Sharding(Gradients):
         """
         if self.has_private:
             raise RuntimeError(
-                "an optimizer's step inside of gathered(write=True): what is there would take its place; "
-                "step behind it"
+                "an optimizer's step, or a load from a checkpoint, inside of gathered(write=True): what is "
+                "there would take its place; do it behind the `with`"
             )
         self.divided.end()
         self.settle(kinds)

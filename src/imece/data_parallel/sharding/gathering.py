@@ -297,7 +297,8 @@ class Gathering:
         """Free everything that the step is about to change."""
         if self._held:
             raise RuntimeError(
-                "an optimizer's step inside of gathered(): what is gathered would not change; step behind it"
+                "an optimizer's step, or a load from a checkpoint, inside of gathered(): what is gathered "
+                "would not change; do it behind the `with`"
             )
         for unit in self.units:
             unit.calls.clear()
