@@ -466,6 +466,11 @@ def frozen_stages_have_no_gradients(group: dist.ProcessGroup) -> None:
             frozen.requires_grad = False
         x, y = numbers_of(0, 4)
         F.mse_loss(whole(x), y).backward()
+        with (
+            mock.patch.object(Mesh, "batch_ranks", 2),  # whose gradients nobody would sum
+            pytest.raises(ValueError, match=r"rank 0 of the pipeline would train nothing.* than at \[2\]"),
+        ):
+            Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss, cuts=[2])
         pipeline = Pipeline(model, mesh, micro_batches=2, loss=F.mse_loss, cuts=[2])
         pipeline.step(x, y)
         expected = {name: each.grad for name, each in whole.named_parameters()}

@@ -69,7 +69,8 @@ class Pipeline:
         be, which says what a Transformer's attention costs; by default as long as it allows.
 
         ValueError for a model that cannot be cut so or has no values, for a schedule that cannot run with so
-        many micro-batches, for a mesh with an axis context, and if ranks share a GPU.
+        many micro-batches, for a mesh with an axis context, for a rank that would train nothing beside
+        data axes, and if ranks share a GPU.
         """
         self.mesh = mesh = meshes.chosen(mesh)
         if (parts := mesh.size("context")) > 1:
@@ -350,6 +351,7 @@ class Pipeline:
         )
 
     def _check_parts(self, size: int) -> None:
+        trains: list[bool] = []
         for at in range(size):
             modules = [each for named in self._named[at::size] for each in named.values()]
             parameters = [each for module in modules for each in module.parameters()]
@@ -363,6 +365,13 @@ class Pipeline:
                     f"rank {at} of the pipeline would have no parameters, and nothing to train: cut "
                     f"otherwise, by cuts=, than at {[which.start for which in self._dealt[1:]]}"
                 )
+            trains.append(any(each.requires_grad for each in parameters))
+        if self.mesh.batch_ranks > 1 and any(trains) and not all(trains):  # none: it is for evaluation
+            raise ValueError(
+                f"rank {trains.index(False)} of the pipeline would train nothing, and beside an axis "
+                "replicate or shard each has to: cut otherwise, by cuts=, than at "
+                f"{[which.start for which in self._dealt[1:]]}, or freeze less"
+            )
 
     def _free_others(self) -> None:
         """Free the memory of what only other ranks have; the shapes stay."""
