@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imece.errors import PeerLostError
-from imece.status import read_failure, tell_failures
+from imece.status import describe, read_failure, tell_failures
 
 
 class Mute(Exception):
@@ -42,6 +44,22 @@ def test_a_forked_copy_does_not_speak_for_the_rank(tmp_path: Path, monkeypatch: 
         assert failure is not None and (failure.kind, failure.message[:10]) == ("Mute", "<exception")
     finally:
         stop()
+
+
+def test_a_worker_that_was_killed_is_named_beside_what_its_rank_saw_of_that() -> None:
+    """As when the kernel ends a loader's worker for want of memory, while the rank takes a batch of it."""
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    try:
+        assert describe(EOFError()).message == "", "it lives"
+        worker.kill()
+        killed = f"its worker {worker.pid} was killed by signal 9"
+        assert describe(EOFError()).message == killed
+        assert describe(ConnectionResetError(104, "reset")).message == f"[Errno 104] reset; {killed}"
+        assert describe(ValueError("a bad sample")).message == "a bad sample"
+    finally:
+        worker.kill()
+        worker.join()
 
 
 @pytest.mark.parametrize("error", [PeerLostError("rank 1 is gone"), ValueError("a bad sample")])

@@ -8,6 +8,7 @@ knows a rank by its number as a member (membership/roster.py), or by its rank if
 from __future__ import annotations
 
 import json
+import multiprocessing.process
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from imece.errors import CollectiveTimeoutError, PeerLostError
+from imece.listing import some
 from imece.store import read_note
 
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
@@ -29,6 +31,7 @@ _PEER_GONE = (
     "connection refused", "connection timed out", "connection was likely closed", "socket closed",
     "no route to host", "network is unreachable", "software caused connection abort",
 )  # fmt: skip
+_DYING_S = 0.2  # for a worker whose connections have closed to have ended
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Failure:
     kind: str
     """The exception's class, such as "ValueError"."""
     message: str
-    """The first 500 characters of its message."""
+    """The first 500 characters of its message, and which worker of its was killed, if that may be why."""
     because_of_peer: bool
     """Whether the error only says that another rank is gone, and so is not the first cause."""
 
@@ -51,7 +54,20 @@ def describe(error: BaseException) -> Failure:
     message = str(TracebackException(type(error), error, None, compact=True))  # as str(error) may raise
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
     gone = isinstance(error, RuntimeError) and says_peer_gone(message)
-    return Failure(time.monotonic(), type(error).__name__, message[:500], lost or gone)
+    why = _killed_workers() if isinstance(error, OSError | EOFError) else ""
+    said = "; ".join(filter(None, (message[:500], why)))
+    return Failure(time.monotonic(), type(error).__name__, said, lost or gone)
+
+
+def _killed_workers() -> str:
+    """Those of multiprocessing's processes, a loader's workers say, that a signal has ended, in words. Who
+    reads what such a worker sends learns only that a connection has closed, or that a socket is not there."""
+    until, workers = time.monotonic() + _DYING_S, list(multiprocessing.process._children)  # type: ignore[attr-defined]
+    while not (killed := [each for each in workers if (each.exitcode or 0) < 0]):
+        if not workers or time.monotonic() > until:
+            return ""
+        time.sleep(0.01)
+    return some([f"its worker {each.pid} was killed by signal {-each.exitcode}" for each in killed], 3)
 
 
 def says_peer_gone(message: str) -> bool:
