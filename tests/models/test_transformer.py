@@ -532,8 +532,8 @@ def test_bfloat16_in_autocast_and_throughout() -> None:
         loss = model.loss(tokens, tokens)
         cached = model(tokens[:, 8:], cache=_filled(model, tokens[:, :8]))
     assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
-    assert float(loss) == pytest.approx(float(exact), rel=0.02)
-    assert float(cached.sub(logits[:, 8:]).abs().mean()) < 0.05 * float(logits.abs().mean())
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+    assert cached.sub(logits[:, 8:]).abs().mean() < 0.05 * logits.abs().mean()
     loss.backward()
     assert all(gradient.dtype == torch.float32 for gradient in gradients(model).values())
 
@@ -541,7 +541,7 @@ def test_bfloat16_in_autocast_and_throughout() -> None:
     assert narrow(tokens).dtype == torch.bfloat16
     loss = narrow.loss(tokens, tokens)
     assert loss.dtype == torch.float32
-    assert float(loss) == pytest.approx(float(exact), rel=0.05)
+    assert loss.item() == pytest.approx(exact.item(), rel=0.05)
     logits = narrow(tokens)
     assert torch.equal(cross_entropy(logits, tokens), cross_entropy(logits.float(), tokens))
 
