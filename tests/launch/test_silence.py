@@ -16,8 +16,12 @@ from imece.launch.silence import Silence
 
 def test_one_that_beats_no_more() -> None:
     silence = Silence(10.0)
-    found = [silence.look({0: now, 1: min(now, 5)}, float(now)) for now in range(20)]
+    found, suspected = [], []
+    for now in range(20):
+        found.append(silence.look({0: now, 1: min(now, 5)}, float(now)))
+        suspected.append(silence.suspects())
     assert found.index([1]) == 15 and all(each in ([], [1]) for each in found)
+    assert suspected.index([1]) == 10, "half of that"
 
 
 def test_nobody_is_silent_because_nobody_looked() -> None:
