@@ -17,11 +17,21 @@ import pytest
 import torch.distributed as dist
 
 import imece
-from imece.errors import PeerLostError, UserError
+from imece.errors import NotMetError, PeerLostError, UserError
 from imece.launch.generations import Limits
 from imece.launch.hosts.network import Network
 from imece.launch.local import launch
-from imece.store import client, connect, launchers_store, listen, of_this_start, root_store, serve, swap_notes
+from imece.store import (
+    client,
+    connect,
+    launchers_store,
+    listen,
+    of_this_start,
+    root_store,
+    say_finished,
+    serve,
+    swap_notes,
+)
 from imece.world import World
 
 SECOND = timedelta(seconds=1)
@@ -228,6 +238,10 @@ def test_what_an_earlier_start_has_left_in_a_launchers_store() -> None:
         assert said == ["two processes say they are rank 1 of 3: check RANK in each of them"]
         threads.submit(join, 2)
         join(0)
+        say_finished(store, [2], starts=1)
+        for starts, why in (("0", "never came"), ("1", "waits for rank 2, which ended with exit status 0")):
+            with pytest.raises(NotMetError, match=why):
+                of_this_start(store, 0, 3, SECOND * 0.1, {**served, "TORCHELASTIC_RESTART_COUNT": starts})
     assert of_this_start(store, 1, 2, SECOND, {}) is store, "which rank 0 of this start serves"
 
 

@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
 MESSAGE_LIMIT_BYTES = 16_384
 NO_MORE = "no more processes or threads may be started here: raise the limit (ulimit -u, docker --pids-limit)"
 """What to say after EAGAIN, whose own words are "Resource temporarily unavailable"."""
+_FINISHED = "imece/finished/{}"  # by torchrun's restart count
 _POLL_S = 0.02
 _REACH_S = 5.0
 _SILENT_S = 30.0  # before a rank says for whom it waits
@@ -173,7 +174,7 @@ def of_this_start(
     A launcher may serve one store for all starts, and torchrun's agents on several hosts do not count starts
     alike. So rank 0 makes up a name. Another rank accepts it only if it answers the word that this rank has
     just written: what ended ranks wrote is still in the store. UserError if two processes claim one rank, or
-    if ranks do not come in time; the message names them.
+    if ranks do not come in time, or have ended (`say_finished`); the message names them.
     """
     if not _served_by_launcher(environ):
         return store  # rank 0 of this start serves it
@@ -194,9 +195,26 @@ def of_this_start(
             return dist.PrefixStore(name, store)
         if starts.get(f"says/{rank}") != mine.encode():
             raise _claimed_twice(rank, world_size)
+        if gone := [other for other in _finished(store, environ) if other in waiting]:
+            raise NotMetError(
+                f"rank {rank} of {world_size} waits for rank {some(gone, 8)}, which ended with exit status 0 "
+                "before it had opened its world (imece.init): all ranks open it, or none"
+            )
         if waiting:
             patience.wait_for(waiting)
     return dist.PrefixStore(mine, store)
+
+
+def say_finished(store: dist.Store, ranks: Collection[int], starts: int = 0) -> None:
+    """A launcher's word to those that wait for others: these ranks have ended with exit status 0. starts: how
+    often all were started again."""
+    store.set(_FINISHED.format(starts), json.dumps(list(ranks)))
+
+
+def _finished(store: dist.Store, environ: Mapping[str, str]) -> list[int]:
+    """The ranks of this start that have ended, as far as a launcher says so."""
+    root, key = root_store(store), _FINISHED.format(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return list(json.loads(root.get(key))) if root.check([key]) else []
 
 
 def swap_notes(

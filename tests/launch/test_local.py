@@ -238,6 +238,13 @@ def test_one_that_finishes_while_another_needs_it_is_no_success(script: Script) 
     assert last.endswith("; rank 1 had finished before")
 
 
+def test_one_that_ends_before_it_meets_the_others(script: Script) -> None:
+    """As by a condition that holds on one rank alone: the others do not wait for ten minutes."""
+    outcome = forked(script("if rank == 1: sys.exit(0)" + WITH_IMECE.format(fault="pass")), "--ranks", "3")
+    last = outcome.err.splitlines()[-1]
+    assert outcome.status == 1 and "rank 1, which ended with exit status 0 before it had opened its" in last
+
+
 def test_leaving_in_order_is_no_failure(script: Script) -> None:
     outcome = forked(script(WITH_IMECE.format(fault="pass") + "mesh.close(); os._exit(0)"), "--ranks", "2")
     assert outcome.status == 0, outcome.err

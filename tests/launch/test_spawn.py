@@ -120,6 +120,15 @@ def test_a_rank_that_dies_before_it_has_read_large_arguments() -> None:
         spawn(print, (DiesWhenRead(), bytes(1 << 20)), ranks=1, timeout_s=200)
 
 
+def test_a_rank_that_returns_before_it_has_met_the_others() -> None:
+    def body() -> None:
+        if os.environ["RANK"] == "0":
+            imece.init()
+
+    with pytest.raises(RankFailedError, match="rank 0 of 2 waits for rank 1, which ended with exit status 0"):
+        spawn(body, ranks=2, timeout_s=200)
+
+
 def test_one_failure_ends_ranks_that_wait_for_nothing() -> None:
     def body() -> None:
         if os.environ["RANK"] == "1":

@@ -24,7 +24,7 @@ from imece.launch.signals import NOTICES
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit, known_pid
 from imece.membership.roster import Generation, Roster, forget_meetings
-from imece.store import NO_MORE, listen_here, serve
+from imece.store import NO_MORE, listen_here, say_finished, serve
 from imece.system.out_of_memory import Killer
 
 if TYPE_CHECKING:  # torch is imported while a job runs: that may take many seconds
@@ -75,6 +75,7 @@ class Hands(Protocol):
     def start(self, starts: Sequence[Start]) -> None: ...
     def publish(self, generation: Generation) -> None: ...
     def publish_last(self, generation: int) -> None: ...
+    def say_finished(self, ranks: Collection[int], starts: int) -> None: ...
     def end(self, members: Collection[int], number: int, grace_s: float) -> None: ...
     def kill(self, members: Collection[int]) -> None: ...
     def forget(self, members: Collection[int]) -> None: ...
@@ -191,6 +192,10 @@ class Host:
     def publish_last(self, generation: int) -> None:
         """Tell its ranks that no generation follows this one as long as nobody dies."""
         self._roster.say_last(generation)
+
+    def say_finished(self, ranks: Collection[int], starts: int) -> None:
+        """Tell ranks that wait here for others that these have ended with exit status 0."""
+        say_finished(self._meeting or self._store, ranks, starts)
 
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
         """Send them a signal, and after `grace_s` SIGKILL to them and everything they started."""

@@ -80,6 +80,10 @@ class Job:
         """Members have ended, and were seen together: do what follows."""
         endings = {member: each for member, each in endings.items() if member in self.generations.slots}
         self._endings |= endings
+        if any(ending.ok for ending in endings.values()):
+            finished = [ending.rank for ending in self._endings.values() if ending.ok]
+            for hands in self.hands.values():
+                hands.say_finished(finished, self.generations.starts)
         if self._over:
             self._causes += endings.values()
         if self._got_signal is not None:

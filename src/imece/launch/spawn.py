@@ -34,7 +34,7 @@ from imece.launch.processes import (
     worker_environment,
 )
 from imece.launch.results import decode, encode
-from imece.store import listen_here, serve
+from imece.store import listen_here, say_finished, serve
 from imece.system.open_files import SPAWN, check_open_files
 from imece.system.out_of_memory import Killer, preference, take_first
 
@@ -267,6 +267,8 @@ class _Crew:
             note = json.loads(frame[1:])
             ending = replace(ending, failure=status.Failure(**note["failure"]), status=code or 1)
         self._endings[rank] = ending
+        if ending.ok and self.store is not None:
+            say_finished(self.store, [each.rank for each in self._endings.values() if each.ok])
 
     def _raise(self, cause: Ending) -> None:
         frame = self._frames.get(cause.rank, b"")

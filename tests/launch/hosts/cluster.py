@@ -68,6 +68,8 @@ class FakeHost:
     def publish_last(self, generation: int) -> None:
         self.last.append(generation)
 
+    def say_finished(self, ranks: Collection[int], starts: int) -> None: ...
+
     def dies(self, member: int, status: int = -9, by_us: bool = False) -> None:
         process = self.crew.ended[member] = self.crew.living.pop(member)
         ending = Ending(process.slot, process.pid, status, 0.0, None, False, by_us, None, self.number)

@@ -29,6 +29,9 @@ class Far:
     def publish_last(self, generation: int) -> None:
         self._send({"do": "last", "number": generation})
 
+    def say_finished(self, ranks: Collection[int], starts: int) -> None:
+        """Nothing to do: its ranks meet the others on the coordinator's host."""
+
     def end(self, members: Collection[int], number: int, grace_s: float) -> None:
         self._send({"do": "end", "members": list(members), "signal": number, "grace_s": grace_s})
 
