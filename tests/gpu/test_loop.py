@@ -73,8 +73,8 @@ def session_of(strategy: str, clip: float, replaces: bool) -> Session:
     replaces: as where the launcher replaces ranks that die.
     """
     mesh: Any = SimpleNamespace(
-        device=CUDA, backend="nccl", rank=0, batch_rank=0, world_size=RANKS, hosts=((0, 1),),
-        world_group=dist.group.WORLD, size=lambda axis: 1, coordinate=lambda axis: 0,
+        device=CUDA, backend="nccl", rank=0, batch_rank=0, batch_ranks=RANKS, world_size=RANKS,
+        hosts=((0, 1),), world_group=dist.group.WORLD, size=lambda axis: 1, coordinate=lambda axis: 0,
     )  # fmt: skip
     shape = replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24, max_seq=SEQ)
     model = Transformer(shape, generator=torch.Generator().manual_seed(1)).to(CUDA)
