@@ -174,6 +174,18 @@ print("done", flush=True)
     assert f"was silent for 1 s and was ended ({why}); 2 ranks go on" in outcome.err
 
 
+def test_one_that_is_stopped_before_its_first_beat_is_ended(start: Start, tmp_path: Path) -> None:
+    """A script without a loop of imece's does not beat: the others would wait for it until their timeout."""
+    text = """
+if slot == 1: os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(20)
+"""
+    with start(text, 3, silent_s=1.0, max_restarts=0) as launcher:
+        outcome = launcher.wait()
+    assert outcome.status == 128 + signal.SIGKILL
+    assert re.search(r"rank 1 \(pid \d+\) was silent for 1 s", last_line(outcome)), outcome.err
+
+
 def test_a_silent_one_shows_its_stack_first(start: Start, tmp_path: Path) -> None:
     text = """
 import faulthandler

@@ -305,8 +305,7 @@ class Host:
         self._look_at = now + self._silence.interval_s
         self._look_for_failures(now)
         if self._order.silent_s:
-            beats = self.beats(member for member in self.crew.living if member not in self._sent)
-            self._look_for_silence({member: count for member, (count, _) in beats.items()}, now)
+            self._look_for_silence([member for member in self.crew.living if member not in self._sent], now)
 
     def ended(self, members: Sequence[int], now: float) -> dict[int, Ending]:
         """How these members ended, whose ends have just been seen."""
@@ -341,7 +340,10 @@ class Host:
                 self._failed.add(member)
                 self._kill_at[member] = now + self._failed_s
 
-    def _look_for_silence(self, beats: Mapping[int, int], now: float) -> None:
+    def _look_for_silence(self, members: Iterable[int], now: float) -> None:
+        # One that is stopped may not have begun to beat: its script may have no loop of imece's.
+        beats = {member: 0 for member in members if is_stopped(self.pid_of(member))}
+        beats |= {member: count for member, (count, _) in self.beats(members).items()}
         busy_s = {member: busy_s_of(self.pid_of(member)) for member in beats}
         silent = [member for member in self._silence.look(beats, now, busy_s) if member not in self._evicted]
         closed = self.closed(silent)

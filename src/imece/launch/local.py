@@ -48,8 +48,8 @@ def launch(
     A rank that dies is replaced if the others go on without it (membership/roster.py); if not, all are ended,
     or started again, as `limits` says. If ranks report their steps, three deaths in a row without a finished
     step in between end the run in any case.
-    silent_s: a rank that has said that it lives is ended if it then says nothing for so long, or for ten
-    times as long while it computes; 0: never.
+    silent_s: a rank that is stopped for so long is ended, and so is one that has said that it lives and then
+    says nothing for so long, or for ten times as long while it computes; 0: never.
     logs: a folder for what each rank prints, except the first rank of `direct`.
     watch: called in a thread of its own once the ranks are started, with a view of them.
     """
