@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +33,7 @@ from imece.plan.memory.frameworks import (
     LLM_FOUNDRY,
     MEGATRON,
     NANOTRON,
+    TORCH_LOSS_BYTES,
     TORCHTITAN,
     Framework,
 )
@@ -42,6 +47,7 @@ from imece.plan.setup import Parallel, Precision, Recipe, Setup, Strategy
 from imece.plan.speed.compute import head_time
 from imece.plan.speed.manner import IMECE as IMECE_MANNER
 from imece.plan.speed.step_time import step_time
+from tests.ranks import run_ranks
 
 MODEL = find_model("llama-8b")
 N = MODEL.parameters
@@ -268,6 +274,26 @@ def test_a_loss_takes_what_is_counted_of_logits(dtype: torch.dtype) -> None:
     theirs = ours + more_with_torchs_loss(setup, IMECE_CPU)
     found = peak(lambda logits: functional.cross_entropy(logits.float(), targets))
     assert found == pytest.approx(theirs, rel=0.02)
+
+
+def _bytes_of_a_part() -> float:
+    """For each logit of this rank's part of a vocabulary, at the peak of torch's loss."""
+    rows, words = 512, 2048
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    targets = torch.randint(words, (rows,))
+    hidden, head = (torch.randn(size, 8, requires_grad=True) for size in (rows, words))
+    with (live := Live()), loss_parallel():
+        whole = DTensor.from_local((hidden @ head.T).float(), mesh, [Shard(1)])
+        loss = functional.cross_entropy(whole, targets, reduction="sum")
+        del whole
+        loss.backward()
+    return live.most / (rows * words)
+
+
+def test_torchs_loss_of_parts_takes_what_is_counted_of_torchtitan() -> None:
+    counted = TORCHTITAN.of_logits(1, Precision(), parts=2)
+    assert run_ranks(_bytes_of_a_part, 2, backend="gloo") == pytest.approx([counted] * 2, rel=0.02)
+    assert TORCHTITAN.of_logits(1, Precision()) == TORCH_LOSS_BYTES < counted
 
 
 class Live(TorchDispatchMode):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from imece.plan.hardware import Cluster
 from imece.plan.memory.frameworks import IMECE as KEPT
-from imece.plan.memory.held import held
+from imece.plan.memory.held import held, stage_layers
 from imece.plan.memory.memory import FOUR_BIT
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model
@@ -116,6 +116,15 @@ def test_a_slightly_faster_gpu_is_not_slower() -> None:
             found = step_time(setup, replace(cluster, gpu=faster)).total
             assert found <= last, (gpu, rate)
             last = found
+
+
+def test_stages_wait_for_the_cpu_with_each_of_their_own_layers() -> None:
+    setup = Setup(find_model("gpt2-xl"), Parallel(pipeline=24), Recipe(1024))
+    assert {2, 3} <= {*stage_layers(setup, "dealt")}  # the largest stages wait longer than the others
+    endless = replace(CLUSTER.gpu, name="endless", peak=1e20, memory_bandwidth=1e20)
+    found = stage_time(setup, replace(CLUSTER, gpu=endless), IMECE)
+    assert found.all_stages == pytest.approx(48 * IMECE.layer_host_s, rel=0.05)
+    assert found.waiting == pytest.approx(3 * IMECE.layer_host_s, rel=0.05)
 
 
 def test_recomputation_costs_a_forward() -> None:

@@ -68,7 +68,7 @@ _OTHERS = """\
   with 1, 8.9 s a block longer with 4 than with 2, and 7.3 s a block longer with 8 than with 4; 4.7 to 4.9 s
   are predicted of each. But all blocks are of one size, compute as much and go over the same links, and in
   runs of 405B on 512 GPUs of the same source none takes longer than the first. So what is predicted is left
-  as it is. Of memory, 70B with 8 tensor-parallel ranks is off: 19 % too little.
+  as it is.
 - **torchtitan_h200.** The same software half a year later takes 6 to 8 % less time than predicted.
 - **vtrain.** Runs with 8 tensor-parallel ranks and small micro-batches are slower than predicted: the CPU
   takes longer for each collective there than with 2 or 4.

@@ -35,6 +35,7 @@ class Framework:
     logit_bytes: float | None = None  # per logit at the peak, from head to gradient; None:
     # the logit and its gradient in the activations' dtype, and a piece of them in fp32:
     logit_piece_bytes: int = 2**28
+    part_logit_bytes: float | None = None  # as logit_bytes, where tensor ranks have parts of the vocabulary
     selective: Selective = "scores"  # what is recomputed
     stages: Stages = "dealt"
     outputs_stay: bool = False  # a stage keeps what it sent until the backward of it, as torch's stages do
@@ -45,15 +46,19 @@ class Framework:
     def __hash__(self) -> int:  # of one field only: instances are keys of caches
         return hash(self.name)
 
-    def of_logits(self, count: float, precision: Precision) -> float:
-        """Bytes of this many logits in that precision."""
-        if self.logit_bytes is not None:
-            return count * self.logit_bytes
+    def of_logits(self, count: float, precision: Precision, *, parts: int = 1) -> float:
+        """Bytes of this many logits in that precision, one of so many parts of the vocabulary."""
+        of_each = self.logit_bytes if parts == 1 else self.part_logit_bytes or self.logit_bytes
+        if of_each is not None:
+            return count * of_each
         return 2 * count * precision.activations + min(4 * count, self.logit_piece_bytes)
 
 
 # Bytes per logit in F.cross_entropy of fp32 logits: itself, its log-softmax, and a gradient of either.
 TORCH_LOSS_BYTES = 12.0
+# The same under torch.distributed.tensor.parallel.loss_parallel, whose backward of both is one function: the
+# log-softmax, what is added to its exponential, their sum, and that times the loss's own gradient.
+_TORCH_PART_LOSS_BYTES = 16.0
 
 # Cross-entropy of models/cross_entropy.py. While the gradients of one unit grow, those of the previous one
 # are summed. model_parallel/: torch keeps the inputs of products, which are whole on each rank.
@@ -99,11 +104,11 @@ MEGATRON = Framework(
 # FSDP with fp32 parameters, as mosaicml/llm-foundry and pytorch/torchtitan use it: gathered in bf16, one unit
 # ahead. llm-foundry's loss is flash-attention's fused cross-entropy on bf16 logits. torchtitan's selective
 # recomputation keeps every second product and attention's output; its loss is F.cross_entropy of
-# logits.float().
+# logits.float(), with tensor parallelism under loss_parallel.
 LLM_FOUNDRY = Framework(
     "llm-foundry", Precision(2, 4, 0, 4, 4, 2), masters_are_shards=True, units_at_once=3, logit_bytes=4.0,
 )  # fmt: skip
 TORCHTITAN = Framework(
     "torchtitan", Precision(2, 4, 0, 4, 4, 2), masters_are_shards=True, units_at_once=3,
-    logit_bytes=TORCH_LOSS_BYTES, selective="matrices", slack=0.087,
+    logit_bytes=TORCH_LOSS_BYTES, part_logit_bytes=_TORCH_PART_LOSS_BYTES, selective="matrices", slack=0.087,
 )  # fmt: skip

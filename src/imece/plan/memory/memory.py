@@ -315,7 +315,8 @@ def _activations(setup: Setup, stage: int, part: Held, framework: Framework) -> 
         return activations + working, 0.0
     # Logits are gone when the last layer's backward runs: the larger counts.
     norm = 2 * tokens(recipe, parallel) * model.width * recipe.precision.activations / parallel.token_parts
-    logits = framework.of_logits(_logits(setup), recipe.precision)
+    parts = model.table_parts(parallel.tensor)
+    logits = framework.of_logits(_logits(setup), recipe.precision, parts=parts)
     beside = max(working, norm + logits)
     return activations + beside - min(logits, beside), min(logits, beside)
 

@@ -98,7 +98,7 @@ def _stage_time(
     (most, last), rest = layers, model.layers - layers[-1]
     ring = _ring(cluster, model, manner, recipe, context, tensor, layer)
     device = layer_work + again + talk.exposed + ring.exposed
-    waits = max(0.0, most * host - most * device)
+    waits = max(0.0, host - device)  # of a layer
     waits_last = max(0.0, last * host - last * device - head_work)
     sends, sends_inside = (
         _sends_s(cluster, manner, hidden_bytes, tensor, sequence, between)
@@ -107,7 +107,7 @@ def _stage_time(
     crossing = _crossing(cluster.gpus_per_host, pipeline, stride)
     all_sends = crossing * sends + (pipeline - 1 - crossing) * sends_inside
     late = manner.message_s * messages(pipeline)
-    middle, end = most * device + waits, last * device + head_work + waits_last
+    middle, end = most * (device + waits), last * device + head_work + waits_last
     slowest = end >= middle
     count = last if slowest else most
     own = head_work if slowest else 0.0
@@ -119,9 +119,9 @@ def _stage_time(
         tensor_hidden=count * talk.hidden,
         context=count * ring.exposed,
         context_hidden=count * ring.hidden,
-        waiting=waits_last if slowest else waits,
+        waiting=waits_last if slowest else most * waits,
         sends=sends * interleave + late if pipeline > 1 else 0.0,
-        all_stages=rest * device + (pipeline - 1) * waits + end + all_sends + late * (pipeline + 1) / 2,
+        all_stages=rest * (device + waits) + end + all_sends + late * (pipeline + 1) / 2,
         layers=count,
     )
 
