@@ -165,7 +165,7 @@ class Sharding(Gradients):
     def _taken_aside(self, store: Store) -> torch.Tensor:
         """The gradients that a store holds, kept apart from where the next sum lands."""
         older = None
-        if self._lets_go and self.borrows:
+        if self.borrows and self.offload is None:  # the host's memory that the GPU reaches is not doubled
             older, store.gradient = store.gradient, None
         if older is None:
             older = torch.zeros_like(store.master)
@@ -216,7 +216,7 @@ class Sharding(Gradients):
             if store.gradient is None:
                 store.gradient = self._like_master(store)
             self.lane.copy(store.gradient, own)
-        if self._lets_go and store.older is not None and store.gradient is not None:
+        if self.offload is None and store.older is not None and store.gradient is not None:
             store.gradient.add_(store.older)
             behind_this_stream(store.older)
             store.older = None

@@ -140,6 +140,17 @@ def two_optimizers(group: dist.ProcessGroup) -> None:
     list(plain(model, optimizer, 1))
 
 
+def not_copied(group: dist.ProcessGroup) -> None:
+    """The next sum takes other memory than the one it is added to, also on a CPU."""
+    model, _ = wrap(made(Small), group, "zero2")
+    loss_of(model, 0).backward()
+    before = [store.gradient for store in model.sharding.stores]
+    loss_of(model, 1).backward()
+    for store, older in zip(model.sharding.stores, before, strict=True):
+        assert older is not None and store.gradient is not None and store.older is None
+        assert store.gradient.data_ptr() != older.data_ptr()
+
+
 def nothing_between(group: dist.ProcessGroup) -> None:
     """What no gradient fills of a bucket is 0, whatever was in its memory."""
     with memory_as_on_a_gpu():
@@ -174,7 +185,9 @@ OTHERS = [
 ]  # fmt: skip
 THERE = test_units.CHECKS | test_from_meta.CHECKS
 CHECKS |= {name: as_on_a_gpu(THERE[name]) for name in OTHERS}
-CHECKS |= {"two optimizers": two_optimizers, "nothing between": nothing_between}
+CHECKS |= {
+    "two optimizers": two_optimizers, "nothing between": nothing_between, "not copied": not_copied,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("job", jobs(__name__, CHECKS, (2, "gloo")))
