@@ -16,7 +16,17 @@ from torch.distributed import distributed_c10d
 
 import imece
 from imece import meeting
-from imece.collectives import auto, checks, companions, execute, links, messages, native, streams
+from imece.collectives import (
+    auto,
+    checks,
+    companions,
+    execute,
+    hierarchical_chunk,
+    links,
+    messages,
+    native,
+    streams,
+)
 from imece.collectives.calls import Call, host_device
 from imece.collectives.execute import Message
 from imece.collectives.given_up import Sliced
@@ -426,15 +436,27 @@ def test_links_are_those_of_the_memory_that_a_call_moves(monkeypatch: pytest.Mon
     assert found == ["cpu", "cuda:0", "cpu", "cuda:0"] and measured == ["cpu", "cuda:0"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_between_hosts_are_made_where_the_tensors_lie(dtype: torch.dtype) -> None:
+    """In memory of their own if they are made in fp32, or if the third host's is where the sum goes."""
+    parts = [torch.empty(4, dtype=dtype, device="meta") for _ in range(3)]
+    hierarchical_chunk._reduce("sum", parts, parts[2].view(4) if dtype == torch.float32 else parts[0])
+
+
 @pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("product", torch.complex64)])
-def test_sums_of_complex_numbers_are_sums_of_real_ones(op: str, dtype: torch.dtype) -> None:
-    """NCCL has no complex dtypes."""
+def test_sums_of_complex_numbers_are_sums_of_real_ones(
+    op: str, dtype: torch.dtype, behind_shm: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has no complex dtypes, beside shm either."""
     given: list[torch.Tensor] = []
-    group: Any = SimpleNamespace(reduce_scatter_single=lambda *tensors: given.extend(tensors[:2]))
+    nccl: Any = SimpleNamespace(reduce_scatter_single=lambda *tensors: given.extend(tensors[:2]))
     output, flat = torch.zeros(2, dtype=torch.complex64), torch.zeros(6, dtype=torch.complex64)
-    native.reduce_scatter(output, flat, op, group)
-    assert [each.dtype for each in given] == [dtype] * 2
+    native.reduce_scatter(output, flat, op, nccl)
     assert [each.data_ptr() for each in given] == [output.data_ptr(), flat.data_ptr()]
+    monkeypatch.setattr(behind_shm, "reduce_scatter_single", nccl.reduce_scatter_single, raising=False)
+    assert dist.group.WORLD is not None
+    native.reduce_scatter(output.to("meta"), flat.to("meta"), op, dist.group.WORLD)
+    assert [each.dtype for each in given] == [dtype] * 4
 
 
 def test_nccl_alone_is_for_the_tensors_of_gpus() -> None:

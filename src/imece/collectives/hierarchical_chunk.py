@@ -26,7 +26,7 @@ from imece.collectives import native
 from imece.collectives.execute import TAG_HIERARCHICAL, Message, post
 from imece.collectives.given_up import Waitable
 from imece.collectives.pending import wait_for
-from imece.collectives.shared_memory.arithmetic import fresh, reduction
+from imece.collectives.shared_memory.arithmetic import reduction
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire_formats import FORMATS
 
@@ -246,4 +246,4 @@ def _reduce(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
     """out = op over parts, in their order; `out` may be one of them."""
     how = reduction(op, out.dtype)
     in_place = all(out.data_ptr() != each.data_ptr() for each in parts[2:])
-    how(parts, out, fresh, in_place)
+    how(parts, out, lambda numel, dtype: out.new_empty(numel, dtype=dtype), in_place)

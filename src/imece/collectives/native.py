@@ -43,12 +43,13 @@ def reduce(flat: torch.Tensor, dst: int, op: str, group: dist.ProcessGroup) -> W
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> Waitable:
     """Put slice `rank` of the reduced `flat` into `output`, which may be that slice."""
+    group = on_device(group, flat)
     if flat.is_complex() and op in ("sum", "avg") and not isinstance(group, SharedMemoryGroup):
         # NCCL has no complex dtypes; torch does the same in its other collectives.
         output, flat = torch.view_as_real(output).view(-1), torch.view_as_real(flat).view(-1)
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = _OPS[op], True
-    start = named(on_device(group, flat), "reduce_scatter_single", "_reduce_scatter_base")
+    start = named(group, "reduce_scatter_single", "_reduce_scatter_base")
     return cast(Waitable, start(output, flat, options))
 
 

@@ -95,15 +95,10 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
     how = Reduction(op, BINARY[op], dtype, within)
     one = torch.zeros(1, dtype=dtype, device="cpu")
     try:
-        how([one, one, one], torch.empty_like(one), fresh, True)
+        how([one, one, one], torch.empty_like(one), lambda _, dtype: torch.empty_like(one, dtype=dtype), True)
     except RuntimeError as error:
         raise ValueError(
             f"the shm backend cannot reduce {dtype} with {op!r}: torch has no such operation on CPUs; "
             "convert the tensor first"
         ) from error
     return how
-
-
-def fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A `Scratch` that makes new memory in each call."""
-    return torch.empty(numel, dtype=dtype, device="cpu")
