@@ -11,6 +11,8 @@ import torch.distributed as dist
 import imece
 from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import ops, texts
+from imece.errors import PeerLostError
+from imece.membership.aborting import Aborting
 from imece.membership.behind import catch_up
 from imece.membership.pieces import Pieces
 
@@ -50,6 +52,17 @@ def test_no_name_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     catch_up(cast(TrainingState, state), 0, True, cast(dist.ProcessGroup, Alone()), torch.device("cpu"))
     assert state.loaded.keys() == state.held.keys()
     assert all(torch.equal(state.loaded[name], each) for name, each in state.held.items())
+
+
+def test_what_was_aborted_on_its_way_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL leaves anything in the memory, and says nothing."""
+    monkeypatch.setattr(ops, "all_gather", lambda out, mine, **_: out.copy_(mine))
+    aborting = Aborting()
+    monkeypatch.setattr(ops, "broadcast", lambda *_, **__: setattr(aborting, "_aborted", True))
+    state, group = State(), cast(dist.ProcessGroup, Alone())
+    with pytest.raises(PeerLostError):
+        catch_up(cast(TrainingState, state), 0, True, group, torch.device("cpu"), check=aborting.check)
+    assert not state.loaded
 
 
 @pytest.mark.parametrize("frozen", [True, False])

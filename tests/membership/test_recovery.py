@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -96,6 +97,20 @@ def test_what_follows_an_abort_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ops, "all_reduce", lambda numbers, *_, **__: numbers.fill_(math.nan))
     with pytest.raises(PeerLostError):
         recovery.meet(4, anyway=True)
+
+
+def test_nobody_goes_on_with_what_another_death_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers came over a GPU, which has not yet been there when the rank asks; and copies over none."""
+    recovery = Alone(monkeypatch, fallback=4).recovery
+    recovery.member.aborting = watched = Aborting()
+    gpu: Any = SimpleNamespace(synchronize=lambda: setattr(watched, "_aborted", True))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: gpu)
+    recovery._model.device = torch.device("cuda")
+    with pytest.raises(PeerLostError):
+        recovery._take_over(7)
+    watched.begin()
+    gpu.synchronize = lambda: None
+    assert recovery._take_over(7) == (4, 3)
 
 
 def test_one_that_is_alone_makes_a_copy_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:

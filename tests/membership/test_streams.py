@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,12 +15,17 @@ from torch.optim import AdamW, Optimizer
 import imece
 from imece.checkpoint.deal import Slice
 from imece.checkpoint.state.training_state import TrainingState
+from imece.collectives import ops
 from imece.collectives.texts import gather_texts
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.errors import PeerLostError
+from imece.membership import copies as copies_of
 from imece.membership import streams
-from imece.membership.copies import Copies
+from imece.membership.aborting import Aborting
+from imece.membership.copies import Copies, _Mapped, _Set
 from imece.membership.copy import Copy
 from imece.membership.needs import Needs
+from imece.membership.offers import Handed
 from imece.membership.pieces import Pieces
 from imece.membership.streams import Receiver, Stream
 from tests.checkpoint.test_eight_bit import Blocks
@@ -138,6 +144,36 @@ def ask() -> list[int]:
 def test_what_is_needed_is_what_is_asked_for() -> None:
     first, second = run_ranks(ask, 2, backend=None)
     assert min(first) > 3 and min(second) > 3
+
+
+def test_what_was_aborted_on_its_way_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank dies while a copy comes from another host: it is not read, nor kept for whoever leaves. How long
+    it is, and what is in it, goes over the CPU, where a call that is aborted raises."""
+    aborting, told = Aborting(), list[str]()
+
+    def broadcast(tensor: Tensor, *_: Any, **__: Any) -> None:
+        told.append(tensor.device.type)
+        aborting._aborted |= tensor.is_meta
+
+    group: Any = SimpleNamespace(
+        _device_types=[torch.device("cpu"), torch.device("cuda")], rank=lambda: 0, size=lambda: 2
+    )
+    mesh: Any = SimpleNamespace(world_group=group, hosts=((0,), (1,)), rank=0)
+    copies, own = Copies(mesh, aborting.check), Copy.of({"model/a": torch.ones(4)})
+    own.write(4, {"model/a": torch.ones(4)})
+    copies._own, copies._made = own, 1
+    copies._sets[1] = _Set(1, [0, 0], [_Mapped(own, 0, 0)])
+    monkeypatch.setattr(ops, "broadcast", broadcast)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: None)  # to a device that is none
+    note = copies.note()
+    with pytest.raises(PeerLostError):
+        copies.recovered([note], device=torch.device("meta"))
+    assert told == ["cpu", "cpu", "meta"]
+    monkeypatch.setattr(copies_of, "handed_over", lambda *_: [Handed(0, 0, 0)])
+    with pytest.raises(PeerLostError):
+        copies.hand_over(4, [1], torch.device("meta"))
+    assert copies.note()["offers"] == note["offers"]
+    own.memory.close()
 
 
 def spread() -> bool:

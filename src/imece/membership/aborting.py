@@ -61,6 +61,13 @@ class Aborting:
                 "a rank is gone, and what this one had from the GPUs since is no sum: aborted"
             )
 
+    def settle(self, device: torch.device) -> None:
+        """Wait until everything that `device` has to do is over. Raises as `check`: nothing that has come
+        meanwhile is to be believed then."""
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        self.check()
+
     def came(self) -> None:
         """A number was read that depends on all sums which the updates of this step take: so these need not
         wait. Raises as `check`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +36,12 @@ def catch_up(
     device: torch.device,
     *,
     frozen: bool = True,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Give the whole training state of rank `root` to the ranks behind it. All ranks of `group` call this.
 
     receives: whether this rank is behind. device: of the model. frozen: include the parameters that are
-    not trained.
+    not trained. check: raises if anything that has come was aborted on its way; then nothing is loaded.
     """
     sends = group.rank() == root
     left_out = set() if frozen else state.frozen_names()
@@ -60,6 +61,7 @@ def catch_up(
             for each, part in zip(chunk, flat.split([each.nbytes for each in chunk]), strict=True):
                 pieces.add(each.name, each.shape, 0, part.clone().view(each.dtype).cpu())
     if receives:
+        check()
         state.load(pieces, frozen=frozen)
 
 

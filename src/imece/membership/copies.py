@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -56,8 +56,9 @@ class _Set:
 class Copies:
     """The newest set of copies that this rank has mapped, its own copy among them."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, check: Callable[[], object] = lambda: None) -> None:
+        """check: raises if what has come from other hosts may have been aborted on its way."""
+        self._mesh, self._check = mesh, check
         self._own: Copy | None = None
         self._sets: dict[int, _Set] = {}  # by number; more than one only while a new one is made
         self._made = 0  # sets so far, over all generations: the same number on all ranks that were there
@@ -176,6 +177,7 @@ class Copies:
             for low, chunk in stream.chunks(step):
                 if receiver is not None:
                     receiver.take(low, chunk)
+            self._check()
             if receiver is not None:
                 receiver.give(pieces)
         return step, pieces
@@ -209,6 +211,7 @@ class Copies:
             for low, chunk in stream.chunks(step):
                 if kept is not None:
                     kept.span(step, low, len(chunk)).copy_(chunk)
+            self._check()
             if kept is not None:
                 kept.complete(step)
                 newest.mapped.append(_Mapped(kept, each.sender, each.place))

@@ -104,7 +104,7 @@ class Recovery:
         self._state, self._take, self._fallback = state, take, fallback
         self._optimizers = list(optimizers)
         self._sharded = model if isinstance(model, ShardedDataParallel) else None
-        self._copies = Copies(member.mesh)
+        self._copies = Copies(member.mesh, member.aborting.check)
         self._block = None if self._sharded is not None else Block(model.module, self._optimizers)
         self._borders = Borders()
         member.aborting.before_updates(self._optimizers, model.device)
@@ -294,6 +294,7 @@ class Recovery:
         if sharded is not None:
             begin = self._from_copies(sharded, notes, furthest)
             sharded.sync_rest(furthest)
+            self.member.aborting.settle(model.device)
         else:
             assert self._block is not None
             begin = most
@@ -302,7 +303,7 @@ class Recovery:
                 behind = far < furthest_far
                 catch_up(
                     self._training_state, furthest, behind, mesh.world_group, model.device,
-                    frozen=self._frozen,
+                    frozen=self._frozen, check=self.member.aborting.check,
                 )  # fmt: skip
             self._block.begin(notes[furthest]["updates"])
         state = notes[furthest]["states"].get(str(begin))

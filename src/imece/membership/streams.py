@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 from imece.membership.copy import Copy, Piece, table_of
 from imece.membership.pieces import Pieces
 
@@ -53,7 +54,8 @@ class Stream:
                 yield low, chunk
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        moved = tensor.to(self._device)
+        """On the CPU if possible: what an aborted call leaves on a GPU is no number, and no table."""
+        moved = tensor.to(host_device(self._group, self._device))
         ops.broadcast(moved, self._root, group=self._group, label=self._label)
         return moved.cpu()
 
