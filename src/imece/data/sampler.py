@@ -91,7 +91,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if not isinstance(dataset, Sized):
             raise TypeError(
                 f"{kind_of(dataset)} has no __len__, so its samples cannot be divided among ranks: "
-                "an IterableDataset must divide itself"
+                "let an IterableDataset yield a rank's own, "
+                "itertools.islice(samples, mesh.batch_rank, None, mesh.batch_ranks)"
             )
         num_replicas, rank = _place(num_replicas, rank)
         if uneven is None:
