@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imece.errors import PeerLostError
+from imece.errors import MismatchError, PeerLostError, UserError
 from imece.status import describe, read_failure, tell_failures
 
 
@@ -62,11 +62,18 @@ def test_a_worker_that_was_killed_is_named_beside_what_its_rank_saw_of_that() ->
         worker.join()
 
 
-@pytest.mark.parametrize("error", [PeerLostError("rank 1 is gone"), ValueError("a bad sample")])
-def test_whom_another_took_along_shows_the_program_alone(
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerLostError("rank 1 is gone"), RuntimeError("Connection reset by peer"), MismatchError("shapes"),
+        UserError("3 ranks of 2"), ValueError("a bad sample"),
+    ],
+)  # fmt: skip
+def test_whom_another_took_along_or_imece_tells_why_shows_the_program_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """All of eight ranks would bury the traceback of the one that failed, which stays whole."""
+    """All of eight ranks would bury the traceback of the one that failed, which stays whole; and where
+    imece raises an error is not where the mistake is."""
     shown: list[str] = []
     printed = lambda *error: shown.extend(traceback.format_exception(*error))  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", printed)

@@ -18,7 +18,7 @@ from traceback import TracebackException
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from imece.errors import CollectiveTimeoutError, PeerLostError
+from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, UserError
 from imece.listing import some
 from imece.store import read_note
 
@@ -96,8 +96,8 @@ def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], 
     """If an exception ends this process, report it before the usual traceback is printed.
 
     store: asked for then; it may raise OSError, RuntimeError or ValueError.
-    If the error only says that another rank is gone, the traceback leaves out the frames of imece and torch:
-    those of many ranks would bury the one that gives the cause.
+    If the error is one of imece's, or only says that another rank is gone, the traceback leaves out the
+    frames of imece and torch: where the program stands and the message say it all, and many ranks print them.
     Returns a function that ends the reporting. In a forked copy of the process nothing is reported.
     """
     before, pid = sys.excepthook, os.getpid()
@@ -110,7 +110,7 @@ def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], 
         except (OSError, RuntimeError, ValueError) as gone:  # the launcher ended first, or is not where
             # the environment says; the traceback is all there is
             print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
-        if failure.because_of_peer:
+        if failure.because_of_peer or isinstance(error, CollectiveError | UserError):
             trace = error.__traceback__ = _of_the_program(trace)
         before(kind, error, trace)
 
