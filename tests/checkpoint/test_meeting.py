@@ -10,9 +10,9 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ import torch
 from imece import mesh as meshes
 from imece.checkpoint import Checkpoints, Slice, all_steps, commit, files, meeting, save, writer
 from tests.checkpoint.crew import Crew, assert_whole, crew, newest_whole, partials, state_of
+from tests.meshes import FakeMesh
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -227,12 +228,12 @@ def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
 
 def test_ranks_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of 2 is gone amid a save; rank 0, alone in the mesh from then on, does not wait for it."""
-    mesh, alarms = SimpleNamespace(rank=0, world_size=2), list[str]()
+    mesh, alarms = FakeMesh({"replicate": 2}), list[str]()
     monkeypatch.setattr(meshes, "current", lambda: mesh)
     saves = Checkpoints(tmp_path, rank=0, world_size=2, alarm=alarms.append)
     other = Checkpoints(tmp_path, rank=0, world_size=1, alarm=alarms.append)  # not the mesh's: as it was told
     saves.save(1, {"a": torch.ones(4)}, {}, rank_state=None)
-    mesh.world_size = 1
+    mesh.world = replace(mesh.world, world_size=1)
     save._count_worlds()
     saves.save(2, {"a": torch.ones(4)}, {}, rank_state=None)
     assert saves.finish() and all_steps(tmp_path) == [2]
@@ -241,7 +242,7 @@ def test_ranks_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     saves.close()
     with pytest.raises(ValueError, match=r"not after close\(\)"):
         saves.save(3, {"a": torch.ones(4)}, {}, rank_state=None)
-    mesh.world_size = 3
+    mesh.world = replace(mesh.world, world_size=3)
     save._count_worlds()
     other.save(3, {"a": torch.ones(4)}, {}, rank_state=None)
     assert other.finish(), alarms

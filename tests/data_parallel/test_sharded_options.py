@@ -43,6 +43,7 @@ from tests.data_parallel.sharding.blocks import (
     partly_frozen,
     plain,
     there_when_blocks_run,
+    two_hosts,
     wrap,
 )
 
@@ -68,19 +69,6 @@ def losses(way: Way, group: dist.ProcessGroup, **options: Any) -> torch.Tensor:
     """Of eight steps."""
     model, optimizer = wrapped(way, group, **options)
     return torch.stack(list(plain(model, optimizer, 8)))
-
-
-@contextlib.contextmanager
-def two_hosts(group: dist.ProcessGroup) -> Iterator[Any]:
-    """The mesh of four ranks on two of them."""
-    rank = group.rank()
-    hosts = [dist.new_group([2 * host, 2 * host + 1]) for host in range(2)]
-    across = [dist.new_group([local, local + 2]) for local in range(2)]
-    mesh = mesh_of(group)
-    mesh.hosts, mesh.host_group, mesh.cross_group = ((0, 1), (2, 3)), hosts[rank // 2], across[rank % 2]
-    yield mesh
-    for each in (*hosts, *across):
-        dist.destroy_process_group(each)
 
 
 def of_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -206,6 +194,7 @@ def hybrid_wire(group: dist.ProcessGroup) -> None:
             assert_gradients(model, expected)
             assert isinstance(model, ShardedDataParallel)
             shard = sum(store.plan.shard_numel for store in model.sharding.stores)
+            assert mesh.cross_group is not None
             assert count.by_group[mesh.host_group] == 4 * shard, "one of two shards, in fp32"
             assert count.by_group[mesh.cross_group] == shard, "half of the own shard in bf16, before its sums"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import imece
+from imece.axes import Partition
 from imece.data_parallel import replicate
 from imece.data_parallel.strategy import STRATEGIES, ShardGroups, Strategy, find_strategy, usual_strategy
 from imece.mesh import Mesh
@@ -26,6 +26,7 @@ from tests.data_parallel.test_parallelize import (
     plain,
 )
 from tests.data_parallel.test_parity import replaced
+from tests.meshes import FakeGroup, FakeMesh
 from tests.ranks import run_ranks
 
 of = ShardGroups.of
@@ -74,45 +75,31 @@ def test_a_name_that_is_none(name: str, hint: str) -> None:
     )
 
 
-def mesh(hosts: list[list[int]], cross: object, **sizes: int) -> Any:
-    beside = {"tensor", "pipeline"} & sizes.keys()
-    along = {("shard",): sizes.get("shard", 1), ("replicate", "context"): sizes.get("replicate", 1)}
-    return SimpleNamespace(
-        hosts=hosts,
-        world_size=sum(map(len, hosts)),
-        world_group="world",
-        data_group="data" if beside else "world",
-        host_group="host",
-        cross_group=cross,
-        size=lambda axis: sizes.get(axis, 1),
-        group=lambda *axes: SimpleNamespace(size=lambda: along[axes]),
-    )
-
-
 def test_groups() -> None:
-    two = mesh([[0, 1], [2, 3]], "cross")
+    two = FakeMesh(hosts=((0, 1), (2, 3)), rank=2)
+    world, host, cross = (FakeGroup(ranks, 2) for ranks in ((0, 1, 2, 3), (2, 3), (0, 2)))
     for name in ("zero1", "zero2", "zero3"):
-        assert ShardGroups.of(find_strategy(name), two) == ShardGroups("world", "world", None)  # type: ignore[arg-type]
+        assert ShardGroups.of(find_strategy(name), two) == ShardGroups(world, world, None)  # type: ignore[arg-type]
     for name in ("hybrid", "hybrid_zero2"):
-        assert ShardGroups.of(find_strategy(name), two) == ShardGroups("world", "host", "cross")  # type: ignore[arg-type]
+        assert ShardGroups.of(find_strategy(name), two) == ShardGroups(world, host, cross)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("name", "hosts", "message"),
     [
-        ("hybrid", [[0, 1]], "strategy 'hybrid' shards inside hosts and replicates between them, but all 2 "
+        ("hybrid", ((0, 1),), "strategy 'hybrid' shards inside hosts and replicates between them, but all 2 "
          "ranks are on one host: use 'zero3', or say what shards by axes, "
          "imece.init({'replicate': ..., 'shard': ...})"),
-        ("hybrid_zero2", [[0]], "strategy 'hybrid_zero2' shards inside hosts and replicates between them, "
+        ("hybrid_zero2", ((0,),), "strategy 'hybrid_zero2' shards inside hosts and replicates between them, "
          "but all 1 ranks are on one host: use 'zero2', or say what shards by axes, "
          "imece.init({'replicate': ..., 'shard': ...})"),
-        ("hybrid", [[0, 1], [2]], "strategy 'hybrid' needs the same number of ranks on every host, and they "
+        ("hybrid", ((0, 1), (2,)), "strategy 'hybrid' needs the same number of ranks on every host, and they "
          "have 1 to 2"),
     ],
 )  # fmt: skip
-def test_a_mesh_without_such_groups(name: str, hosts: list[list[int]], message: str) -> None:
+def test_a_mesh_without_such_groups(name: str, hosts: Partition, message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ShardGroups.of(find_strategy(name), mesh(hosts, None))
+        ShardGroups.of(find_strategy(name), FakeMesh(hosts=hosts))
     assert str(caught.value) == message
 
 
@@ -127,7 +114,7 @@ def test_a_mesh_without_such_groups(name: str, hosts: list[list[int]], message: 
 )  # fmt: skip
 def test_axes_without_such_groups(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ShardGroups.of(find_strategy("hybrid"), mesh([[0, 1], [2, 3]], "cross", **sizes))
+        ShardGroups.of(find_strategy("hybrid"), FakeMesh(sizes))
     assert str(caught.value) == message
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +33,7 @@ from imece.train.watch.clock import Clock
 from imece.train.watch.stopping import Stop
 from tests.gpu.cpu_as_gpu import CUDA, cpu_as_gpu, gpu
 from tests.gpu.fake_world import enter
+from tests.meshes import FakeMesh
 from tests.ranks import run_ranks
 
 SEQ, RANKS, STEPS = 8, 2, 4
@@ -72,14 +72,13 @@ def session_of(strategy: str, clip: float, replaces: bool) -> Session:
 
     replaces: as where the launcher replaces ranks that die.
     """
-    mesh: Any = SimpleNamespace(
-        device=CUDA, backend="nccl", rank=0, batch_rank=0, batch_ranks=RANKS, world_size=RANKS,
-        hosts=((0, 1),), world_group=dist.group.WORLD, size=lambda axis: 1, coordinate=lambda axis: 0,
-    )  # fmt: skip
+    world = dist.group.WORLD
+    assert world is not None
+    mesh = FakeMesh({"replicate": RANKS}, device="cuda", backend="nccl", groups=[world])
     shape = replace(PRESETS["tiny"], vocab_size=257, width=16, mlp_width=24, max_seq=SEQ)
     model = Transformer(shape, generator=torch.Generator().manual_seed(1)).to(CUDA)
     optimizers = make_optimizers(model, OptimizerSection(), CUDA)
-    wrapped, _ = imece.parallelize(model, optimizers, strategy, dist.group.WORLD, average="tokens")
+    wrapped, _ = imece.parallelize(model, optimizers, strategy, world, average="tokens")
     tokens = np.arange(1000).astype(np.uint16) % 256
     plan = BatchPlan(SEQ, 8, RANKS, micro=2, accumulation=2)
     batches = Batches(Part("train", tokens, np.array([0, 1000]), 256, 1000), SEQ, plan.sequences, seed=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +26,7 @@ from imece.data_parallel.sharding.offload import Streams
 from imece.data_parallel.sharding.units import Flat, Unit
 from tests.gpu.cpu_as_gpu import CUDA, Race, cpu_as_gpu, gpu
 from tests.gpu.fake_world import enter
+from tests.meshes import FakeMesh
 from tests.ranks import run_ranks
 
 STEPS, SIDE = 3, 16
@@ -332,11 +332,9 @@ def test_a_bucket_may_be_given_back_on_another_stream() -> None:
 
 def launchers(axes: dict[str, int]) -> set[str]:
     """The threads that begin collectives on a mesh with these axes."""
-    stub: Any = SimpleNamespace(
-        size=lambda axis: axes.get(axis, 1), backend="nccl", device=CUDA, hosts=((0, 1),), world_group=None
-    )
+    fake = FakeMesh(axes, device="cuda", backend="nccl")
     found: set[str] = set()
-    with mock.patch.object(mesh, "current", lambda: stub):
+    with mock.patch.object(mesh, "current", lambda: fake):
         for way in ("replicate, bf16 on the wire", "zero1"):
             trained(WAYS[way])
             found |= gpu.launchers

@@ -7,14 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from imece.membership import unwatched
 from tests.launch.hosts.two import free_port
 from tests.launch.launcher import torchrun
+from tests.meshes import FakeMesh
 
 # What these launchers start goes when its launcher does, which a test may have to kill.
 ENDS_WITH_IT = """
@@ -58,8 +57,8 @@ def test_who_replaces_nobody(
 ) -> None:  # fmt: skip
     for rank in range(ranks):
         monkeypatch.setattr(unwatched, "_said", False)
-        world = SimpleNamespace(launcher=launcher, member=None)
-        mesh: Any = SimpleNamespace(rank=rank, world_size=ranks, hosts=range(hosts), world=world)
+        on_hosts = tuple(zip(*[iter(range(ranks))] * (ranks // hosts), strict=True))
+        mesh = FakeMesh(hosts=on_hosts, rank=rank, launcher=launcher)
         unwatched.say_unwatched(mesh, environ)
         expected = said and said.format(
             dies="a rank that dies ends the run", instead="imece launch would replace it"

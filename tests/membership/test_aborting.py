@@ -24,6 +24,7 @@ from imece.membership.aborting import Aborting, device_backends
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.roster import Generation
 from imece.system import connections
+from tests.meshes import FakeMesh
 
 GPU = torch.device("cuda")
 
@@ -178,7 +179,7 @@ def test_a_process_that_is_no_member_ends_at_such_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     ended = threading.Event()
-    mesh = SimpleNamespace(world=SimpleNamespace(member=member), device=torch.device(device))
+    mesh = FakeMesh(device=device, member=member)
     monkeypatch.setattr(meshes, "current", lambda: mesh)
     monkeypatch.setattr(gpu_errors, "_watching", None)
     monkeypatch.setattr(gpu_errors, "_LOOK_S", 0.001)
@@ -264,7 +265,7 @@ def test_who_hears_of_a_death_by_an_error_aborts_before_the_groups_are_destroyed
 
     own = Member.__new__(Member)
     own.number = own._at = 0
-    own.mesh = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    own.mesh = FakeMesh(device="cuda")
     own._members, own._cut_at, own._moving = {0, 1}, math.inf, threading.Lock()
     own._stores, own._alone, own.aborting = [], False, Aborting()
     own._roster = cast(Any, SimpleNamespace(since=lambda number: [newest]))

@@ -16,20 +16,12 @@ from imece import mesh as meshes
 from imece.data_parallel import other_models
 from imece.membership import steps as loops_of
 from imece.membership.unwatched import say_not_carried
+from tests.meshes import FakeMesh
 
 NETWORK = nn.Linear(2, 1)
 SGD = torch.optim.SGD(NETWORK.parameters(), lr=0.1)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(SGD, 1)
 LARGE = nn.Linear(1024, 1024)
-
-
-class Mesh:
-    """One that takes any model, or wrapped ones only."""
-
-    rank, world_size, device, world = 0, 1, torch.device("cpu"), mock.Mock(member=None)
-
-    def __init__(self, can_change: bool = False) -> None:
-        self.can_change = can_change
 
 
 @pytest.mark.parametrize(
@@ -60,14 +52,14 @@ class Mesh:
 def test_what_is_refused(
     arguments: Any, more: dict[str, Any], kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meshes, "current", Mesh)
+    monkeypatch.setattr(meshes, "current", FakeMesh)
     with pytest.raises(kind, match=said):
         list(imece.steps(*arguments, **more))
 
 
 def test_a_model_that_was_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by one rank that nobody replaces: the script is tried there first."""
-    monkeypatch.setattr(meshes, "current", lambda: Mesh(can_change=True))
+    monkeypatch.setattr(meshes, "current", lambda: FakeMesh(can_change=True))
     with pytest.raises(TypeError, match=r"a Linear is not wrapped: .* imece.parallelize\(model, opt"):
         list(imece.steps(5, NETWORK, SGD))  # type: ignore[arg-type]
 
@@ -77,17 +69,17 @@ def test_another_wrapped_model_is_told_of(capsys: pytest.CaptureFixture[str]) ->
     loop, other = mock.Mock(module=NETWORK), mock.Mock(module=NETWORK)
     with mock.patch.object(other_models, "_wrapped", weakref.WeakSet([loop, other])):
         for ranks in (1, 2):
-            say_not_carried(mock.Mock(rank=0, world_size=ranks), loop)
+            say_not_carried(FakeMesh({"replicate": ranks}), loop)
         assert re.fullmatch("imece: .* the Linear wrapped beside it is not: .*\n", capsys.readouterr().err)
         del other
-        say_not_carried(mock.Mock(rank=0, world_size=2), loop)
+        say_not_carried(FakeMesh({"replicate": 2}), loop)
         assert capsys.readouterr().err == ""
 
 
 def test_of_a_compiled_model_the_one_inside_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose ranks change, and which knows whether it is sharded."""
     taken: list[nn.Module] = []
-    monkeypatch.setattr(meshes, "current", Mesh)
+    monkeypatch.setattr(meshes, "current", FakeMesh)
     monkeypatch.setattr(loops_of, "check_model", lambda model, _: taken.append(model))
     list(imece.steps(0, torch.compile(NETWORK), SGD))  # type: ignore[arg-type]
     assert taken == [NETWORK]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from imece.membership import beating, gpu_errors, member
 from imece.membership.aborting import Aborting
 from imece.membership.roster import Generation, Roster, outcome_of
 from imece.system import connections
+from tests.meshes import FakeMesh
 
 
 def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,9 +31,7 @@ def test_it_beats_until_all_else_at_the_exit_is_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(moments, "ended_last", [])
     asked: list[str] = [""]
     monkeypatch.setattr(gpu_errors, "error_on_gpus", lambda: asked.pop() if asked else "")
-    world = SimpleNamespace(member=0, master_addr="127.0.0.1", master_port=1, agent_port=None, joining=False)
-    mesh: Any = SimpleNamespace(world=world)
-    ours = member.Member(mesh, 7)
+    ours = member.Member(FakeMesh(member=0, master_addr="127.0.0.1", master_port=1), 7)
     while (beat := roster.beat(0)) is None or asked:
         time.sleep(0.001)
     assert beat[1] == 7, "the steps of a checkpoint"
@@ -51,7 +49,7 @@ def test_who_cannot_be_replaced_beats_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(beating, "reach_launchers_store", lambda: store)
     monkeypatch.setattr(beating, "_shown", None)
     monkeypatch.setattr(moments, "ended_last", [])
-    mesh: Any = SimpleNamespace(world=SimpleNamespace(member=3))
+    mesh = FakeMesh(member=3)
     model = torch.nn.Linear(1, 1)
     for done in (7, 2):  # a second loop of the script
         beating.show(mesh, lambda done=done: done, model, [])  # type: ignore[misc]
@@ -224,6 +222,6 @@ def member_of(generation: Generation) -> tuple[member.Member, Roster]:
     roster.publish(generation)
     ours.number, ours._at, ours._alone, ours._members = 1, generation.number, False, {*generation.members}
     ours._store, ours._roster, ours._meeting = store, roster, ("127.0.0.1", 1)
-    ours.mesh = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+    ours.mesh = FakeMesh()
     ours._moving, ours._cut_at, ours.aborting, ours._stores = threading.Lock(), math.inf, Aborting(), []
     return ours, roster

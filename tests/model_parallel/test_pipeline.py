@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -31,6 +30,7 @@ from imece.models.transformer import Transformer
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
 from tests.dropped import left_of
 from tests.live import Live
+from tests.meshes import FakeMesh
 from tests.model_parallel.test_cutting import config
 from tests.ranks import run_ranks
 
@@ -699,8 +699,7 @@ def losses_that_are_none() -> list[str]:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_ranks_that_divide_sequences_are_refused(pipeline: int) -> None:
-    sizes = {"pipeline": pipeline, "context": 2}
-    mesh: Any = SimpleNamespace(size=sizes.get, batch_ranks=1)
+    mesh = FakeMesh({"pipeline": pipeline, "context": 2})
     with pytest.raises(ValueError, match="with 2 ranks along context: stages take no positions"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), mesh, micro_batches=2, loss=imece.cross_entropy)
 

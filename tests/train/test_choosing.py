@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from imece.mesh import Mesh
 from imece.plan.check import PLAN_FILE
 from imece.plan.presets import find_cluster
 from imece.train import choosing, prediction
@@ -18,7 +19,7 @@ from imece.train.prediction import Given, Machine, Prediction
 from tests.train.test_prediction import BF16, CONFIG, ONE_HOST, SHAPE, TWO_HOSTS, machine, of
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Any = ONE_HOST) -> str:
+def chosen(monkeypatch: pytest.MonkeyPatch, on: Machine, usual: str = "zero1", mesh: Mesh = ONE_HOST) -> str:
     monkeypatch.setattr(choosing, "usual_strategy", lambda mesh: SimpleNamespace(name=usual))
     return choose(Given(CONFIG, SHAPE, plan_batch(CONFIG.batch, SHAPE.max_seq, 2), BF16, on), mesh)
 

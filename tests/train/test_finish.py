@@ -22,6 +22,7 @@ from imece.train.finish import _prompt, _rows, _sample, next_commands
 from imece.train.model.precision import Precision
 from imece.train.run.folder import RunFolder
 from tests.checkpoint.crew import crew, state_of
+from tests.meshes import FakeMesh
 
 
 @pytest.mark.parametrize(("run", "word"), [("runs/my run", "runs/my run"), ("-x", "./-x"), ("/a/b", "/a/b")])
@@ -76,7 +77,7 @@ def test_a_model_whose_numbers_are_not_finite() -> None:
     session: Any = SimpleNamespace(
         prepared=SimpleNamespace(tokenizer=ByteTokenizer()),
         model=model,
-        mesh=SimpleNamespace(device=torch.device("cpu")),
+        mesh=FakeMesh(),
         plan=SimpleNamespace(mesh=MeshSection()),
         precision=Precision("fp32", "cpu"),
         folder=SimpleNamespace(path=Path("runs/a")),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,13 +24,13 @@ from imece.train.config import LoraSection, MeshSection, OptimizerSection, Train
 from imece.train.dividing import train_units
 from imece.train.model.precision import Precision
 from imece.train.prediction import Given, Machine, Prediction, compared, measured, predict
+from tests.meshes import FakeMesh
 from tests.plan.test_here import FIGURES, NOW, without_home
 
 CONFIG = TrainConfig()
 SHAPE = CONFIG.model.shape(4096)
 BF16 = Precision("bf16", "cpu")
-ONE_HOST: Any = SimpleNamespace(hosts=((0, 1),), cross_group=None, device=SimpleNamespace(type="cpu"))
-TWO_HOSTS: Any = SimpleNamespace(hosts=((0,), (1,)), cross_group=object(), device=SimpleNamespace(type="cpu"))
+ONE_HOST, TWO_HOSTS = FakeMesh({"replicate": 2}), FakeMesh(hosts=((0,), (1,)))
 CPU = find_cluster("CPU", 2)
 TINY = TransformerConfig(vocab_size=8, layers=1, width=8, heads=1, kv_heads=1, mlp_width=8, max_seq=8)
 

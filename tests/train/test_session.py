@@ -33,6 +33,7 @@ from imece.train.run.same import computed_with
 from imece.train.session import Session
 from imece.train.step import Outcome, Step
 from imece.train.watch.watching import Watching
+from tests.meshes import FakeMesh
 
 CPU = torch.device("cpu")
 EVERY_2 = CheckpointSection(every=2)
@@ -44,7 +45,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(sessions, "together", lambda _, call: call())
     monkeypatch.setattr(sessions, "gather_json", lambda mine, *_: [mine])
     made = Session.__new__(Session)
-    made.mesh = mock.Mock(rank=0, world_size=1, device=CPU, size=lambda _: 1, coordinate=lambda _: 0)
+    made.mesh = FakeMesh()
     made.folder, made.config, made.alarms = mock.Mock(), TrainConfig(steps=100), deque()
     made.model = mock.Mock(config=TrainConfig().model.shape(300))
     made.prepared, made.wrapped, made.training_state = mock.Mock(), mock.Mock(), mock.Mock()
@@ -434,8 +435,7 @@ def test_who_joins_with_another_base_is_refused(session: Session) -> None:
 @pytest.mark.parametrize(("joining", "config_ranks", "expected"), [(False, 0, 2), (True, 0, 4), (True, 6, 6)])
 def test_a_rank_that_joins_plans_for_all(joining: bool, config_ranks: int, expected: int) -> None:
     """It is alone, and compiles for the micro-batches of the others."""
-    world = SimpleNamespace(joining=joining, full_size=4)
-    mesh: Any = SimpleNamespace(world=world, world_size=1 if joining else 2)
+    mesh = FakeMesh({"replicate": 1 if joining else 2}, joining=joining, full_size=4)
     assert first_ranks(TrainConfig(ranks=config_ranks), mesh) == expected
 
 

@@ -6,7 +6,6 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +27,7 @@ from imece.train.config import (
 )
 from imece.train.dividing import axes_of, check_divided, dealt, groups_of
 from imece.train.model import optimizer as train_optimizer
+from tests.meshes import FakeMesh
 from tests.train.command import Outcome, in_fork, train
 from tests.train.compare import last, records, summary
 from tests.train.small import options
@@ -186,7 +186,7 @@ def test_a_schedule_without_stages(tmp_path: Path) -> None:
 
 
 def test_stages_on_one_gpu() -> None:
-    mesh: Any = SimpleNamespace(size=lambda axis: 2, device=torch.device("cuda"), backend="gloo")
+    mesh = FakeMesh({"pipeline": 2}, device="cuda")
     config: Any = TrainConfig(mesh=MeshSection(pipeline=2))
     unused: Any = None
     with pytest.raises(UserError, match=r"^--mesh\.pipeline 2: Gloo, .* start one rank for each GPU and"):

@@ -6,7 +6,6 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from imece.train.config import TrainConfig
 from imece.train.run.lock import HELD, RunLock
 from imece.train.session import Session
 from imece.train.watch.stopping import Stop
+from tests.meshes import FakeMesh
 
 AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 Rank = Callable[..., None]
@@ -28,7 +28,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
     """Runs one, without the others, until it opens its session."""
 
     def run(number: int, *, joining: bool = False) -> None:
-        mesh = SimpleNamespace(rank=number, world=SimpleNamespace(joining=joining), hosts=[[0, 1]])
+        mesh = FakeMesh({"replicate": 2}, rank=number, joining=joining)
         monkeypatch.setattr("imece.opening.init", lambda axes, ranks: mesh)
         start.run_rank(TrainConfig(run=str(tmp_path / "run")), Stop())
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from imece import parallelize
 from imece.data_parallel.sharding.freed import FreedParameter
 from imece.data_parallel.sharding.units import State, Unit
+from imece.mesh import Mesh
+from tests.meshes import FakeMesh
 
 WIDTH, VOCAB, LAYERS = 12, 17, 4
 
@@ -115,13 +117,19 @@ def made(make: Callable[[], nn.Module] = Small) -> nn.Module:
     return make()
 
 
-def mesh_of(group: dist.ProcessGroup) -> Any:
-    """What parallelize wants of a mesh."""
-    return SimpleNamespace(
-        world_group=group, world_size=group.size(), rank=group.rank(), hosts=(tuple(range(group.size())),),
-        host_group=group, cross_group=None, device=torch.device("cpu"),
-        data_group=group, size=lambda axis: 1,
-    )  # fmt: skip
+def mesh_of(group: dist.ProcessGroup) -> Mesh:
+    """A mesh of these ranks."""
+    return FakeMesh({"replicate": group.size()}, rank=group.rank(), groups=[group])
+
+
+@contextlib.contextmanager
+def two_hosts(group: dist.ProcessGroup) -> Iterator[Mesh]:
+    """The mesh of four ranks on two of them."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    own = [each for each in groups if isinstance(each, dist.ProcessGroup)]
+    yield FakeMesh(hosts=((0, 1), (2, 3)), rank=group.rank(), groups=[group, *own])
+    for each in groups:
+        dist.destroy_process_group(each)
 
 
 def wrap(model: nn.Module, group: dist.ProcessGroup, strategy: str = "zero3", **options: Any) -> Any:

@@ -20,7 +20,7 @@ from imece.checkpoint import TrainingState
 from imece.data_parallel.footprint import counted, expected
 from imece.data_parallel.sharding.offload import pinned_bytes
 from tests.data_parallel.checks import Check, Job, jobs, passed, slow
-from tests.data_parallel.sharding.blocks import Small, loss_of, units_of
+from tests.data_parallel.sharding.blocks import Small, loss_of, two_hosts, units_of
 from tests.data_parallel.sharding.test_frozen import (
     adamw,
     adapted,
@@ -39,7 +39,6 @@ from tests.data_parallel.sharding.test_offload import (
     same_bits,
     wrap,
 )
-from tests.data_parallel.test_sharded_options import two_hosts
 
 GATHERED = tuple(way for way in WAYS if way.strategy == "zero3")  # zero1 and zero2 leave them whole
 

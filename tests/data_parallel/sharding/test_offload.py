@@ -43,9 +43,9 @@ from tests.data_parallel.sharding.blocks import (
     made,
     mesh_of,
     muon_and_adamw,
+    two_hosts,
     units_of,
 )
-from tests.data_parallel.test_sharded_options import two_hosts
 from tests.ranks import run_ranks
 
 CAP_MB = 0.004  # several buckets, which borrow memory of each other

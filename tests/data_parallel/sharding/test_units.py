@@ -40,11 +40,11 @@ from tests.data_parallel.sharding.blocks import (
     full_bytes,
     loss_of,
     made,
-    mesh_of,
     muon_and_adamw,
     partly_frozen,
     plain,
     there_when_blocks_run,
+    two_hosts,
     units_of,
     wrap,
 )
@@ -758,22 +758,17 @@ def states(group: dist.ProcessGroup) -> None:
 
 def hybrid(group: dist.ProcessGroup) -> None:
     """Two hosts of two ranks: the same bits as shards without gathering."""
-    rank, wrapped = group.rank(), []
-    hosts = [dist.new_group([2 * host, 2 * host + 1]) for host in range(2)]
-    across = [dist.new_group([local, local + 2]) for local in range(2)]
-    for strategy in ("hybrid_zero2", "hybrid"):
-        mesh = mesh_of(group)
-        mesh.hosts, mesh.host_group, mesh.cross_group = ((0, 1), (2, 3)), hosts[rank // 2], across[rank % 2]
-        model = made()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        wrapped.append(parallelize(model, optimizer, strategy, mesh))
-    whole, gathered = (torch.stack(list(plain(*each, 3))) for each in wrapped)
-    assert torch.equal(whole, gathered)
-    model = wrapped[1][0]
-    assert_freed(model)
-    model.check_parameters()
-    for each in (*hosts, *across):
-        dist.destroy_process_group(each)
+    wrapped = []
+    with two_hosts(group) as mesh:
+        for strategy in ("hybrid_zero2", "hybrid"):
+            model = made()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            wrapped.append(parallelize(model, optimizer, strategy, mesh))
+        whole, gathered = (torch.stack(list(plain(*each, 3))) for each in wrapped)
+        assert torch.equal(whole, gathered)
+        model = wrapped[1][0]
+        assert_freed(model)
+        model.check_parameters()
 
 
 def compiled(group: dist.ProcessGroup) -> None:

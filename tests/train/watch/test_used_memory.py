@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
 import torch
 
 from imece.train.watch.used_memory import UsedMemory
-
-
-def mesh_of(device: str, backend: str) -> Any:
-    return mock.Mock(device=torch.device(device), backend=backend)
+from tests.meshes import FakeMesh
 
 
 def test_on_a_gpu_it_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +31,7 @@ def test_on_a_gpu_it_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    alone, shared = UsedMemory(mesh_of("cuda", "nccl")), UsedMemory(mesh_of("cuda", "gloo"))
+    alone, shared = (UsedMemory(FakeMesh(device="cuda", backend=name)) for name in ("nccl", "gloo"))
     assert (alone.most_bytes(), shared.most_bytes(), looks) == (400, 300, 1)
     peak, free, now = 350, 450, now + 0.9
     assert (alone.most_bytes(), shared.most_bytes(), looks) == (450, 350, 1)
@@ -44,5 +40,5 @@ def test_on_a_gpu_it_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_on_a_cpu_it_is_what_the_process_has() -> None:
-    found = UsedMemory(mesh_of("cpu", "shm")).most_bytes()
+    found = UsedMemory(FakeMesh()).most_bytes()
     assert found == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
