@@ -168,7 +168,7 @@ def make_right_calls() -> None:
         if choice.random() < 0.5:
             pending.append((start(checker, call, tensor, label), tensor, expected))
         else:
-            checker.begin(Announced(*call, label)).wait(20)
+            checker.begin(Announced(*call, label)).wait()
             work = launch(checker, call, tensor)()
             assert work is not None
             work.wait()
@@ -199,8 +199,10 @@ def miss_one() -> str:
     text = ""
     if dist.get_rank() < WORLD - 1:
         token = recorder.enter("all_reduce", group, torch.float32, (4,), "sum")
+        (level,) = checker.companions.levels
+        level._set_default_timeout(timedelta(seconds=0.3))
         with pytest.raises(CollectiveTimeoutError) as caught:
-            checker.begin(Announced("all_reduce", torch.float32, (4,), "sum", label="w")).wait(0.3)
+            checker.begin(Announced("all_reduce", torch.float32, (4,), "sum", label="w")).wait()
         text = str(caught.value)
         recorder.fail(token)
     dist.barrier()
@@ -213,7 +215,7 @@ def lose_peer() -> None:
     if dist.get_rank() == 1:
         time.sleep(60)
     with pytest.raises(PeerLostError, match="all_reduce number 1: a rank has gone"):
-        checker.begin(Announced("all_reduce", torch.float32, (4,), "sum")).wait(30)
+        checker.begin(Announced("all_reduce", torch.float32, (4,), "sum")).wait()
 
 
 def test_a_killed_rank_is_an_error() -> None:
@@ -238,7 +240,7 @@ def leave_what_an_error_keeps() -> str:
         store.wait(["noticed"], timedelta(seconds=60))
         return type(kept.levels[0]).__name__
     with pytest.raises(PeerLostError) as caught:
-        checker.begin(call).wait(20)
+        checker.begin(call).wait()
     store.set("noticed", "")
     return str(caught.value)
 

@@ -65,23 +65,22 @@ class Check:
         self.opened = rollcall.opened  # bytes that the ranks of this host have offered, in the order of ranks
         self._checker, self._rollcall, self._before = checker, rollcall, before
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Returns once all ranks are known to make the same call, and earlier asynchronous ones have started.
 
-        MismatchError on every rank if they differ; CollectiveTimeoutError after `timeout_s` (None: the check
-        group's own timeout); PeerLostError if a rank has gone.
+        MismatchError on every rank if they differ; CollectiveTimeoutError after the check group's timeout;
+        PeerLostError if a rank has gone.
         """
-        deadline = _deadline(timeout_s)
         if self._before is not None:
-            self._before._wait_started(deadline)
+            self._before.started.wait()
             self._before = None
-        self._gather(deadline)
+        self._gather()
 
-    def _gather(self, deadline: float | None) -> None:
+    def _gather(self) -> None:
         checker = self._checker
         if checker.failure is not None:
             raise checker.failure  # the first one; later failures only follow from it
-        rows = self._rollcall.wait(lambda work: _wait(checker.sliced(work), deadline, self.what, checker))
+        rows = self._rollcall.wait(lambda work: _wait(checker.sliced(work), None, self.what, checker))
         raw = rows.numpy().tobytes()
         if any(
             raw[at : at + _COMPARED_BYTES] != raw[:_COMPARED_BYTES] for at in range(0, len(raw), _ROW.size)
@@ -118,8 +117,9 @@ class CheckedWork:
 
         Errors as for `Check.wait`, and whatever starting the collective raised.
         """
-        deadline = _deadline(timeout.total_seconds() if timeout is not None else None)
-        self._wait_started(deadline)
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        if not self.started.wait(None if timeout is None else timeout.total_seconds()):
+            raise _timeout(self._check.what)
         if self._error is not None:
             raise self._error
         if self._work is not None:
@@ -128,14 +128,10 @@ class CheckedWork:
         self._work = self._launch = None  # the checker keeps its last call, and would keep its tensors
         return True
 
-    def _wait_started(self, deadline: float | None) -> None:
-        if not self.started.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise _timeout(self._check.what)
-
     def _run(self) -> None:
         """Runs in the checker's thread; keeps an error for whoever waits."""
         try:
-            self._check._gather(None)
+            self._check._gather()
             # Inference mode belongs to a thread, and a tensor that is reduced in place may want gradients.
             with self._mode, self._place.behind():
                 assert self._launch is not None, "it is started once, and waited for after that"
@@ -339,10 +335,6 @@ def _timeout(what: str) -> CollectiveTimeoutError:
     """An error that says who is missing, as far as this host's recorders know."""
     lines = recorder.explain(recorder.of_this_job())
     return CollectiveTimeoutError(f"{what}: not all ranks came in time. " + " / ".join(lines))
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 def _unpack(raw: bytes) -> tuple[int, fp.Said]:
