@@ -22,8 +22,8 @@ from imece.cli.main import main
 from imece.launch import left_over
 from imece.launch.drill import Drill
 from imece.launch.drill_record import Fault, Plan, Record, hit, lines
+from imece.launch.endings import Ending
 from imece.launch.left_over import Traces
-from imece.launch.processes import Ending
 from imece.launch.view import Place, View
 from imece.membership.roster import Generation
 from tests.launch.launcher import Launcher, Outcome

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from imece.launch.endings import Ending
 from imece.launch.generations import End, Generations, GoOn, Limits, StartAgain, Verdict
-from imece.launch.processes import Ending
 from imece.membership.roster import Generation
 from imece.status import Failure
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from imece.launch import job
+from imece.launch.endings import Ending
 from imece.launch.generations import Limits
 from imece.launch.host import CannotStart, Start
 from imece.launch.job import Job
-from imece.launch.processes import Ending
 from imece.membership.roster import Generation
 from imece.status import Failure
 from tests.launch.hosts.cluster import Clock, FakeHost

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import imece
 from imece.errors import UserError
-from imece.launch.processes import Ending
+from imece.launch.endings import Ending
 from imece.launch.spawn import RankFailedError, _Crew, spawn
 from imece.store import listen, serve
 from tests.launch.launcher import Launcher

@@ -13,7 +13,7 @@ import pytest
 
 from imece.bench import here
 from imece.collectives.shared_memory import segment
-from imece.launch.processes import worker_environment
+from imece.launch.environment import worker_environment
 from imece.system import control_groups
 
 V2 = ("memory.max", "memory.current", "inactive_file")

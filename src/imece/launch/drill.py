@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from imece.launch.drill_record import Fault, Plan, Record, hit, outcome
-from imece.launch.processes import Ending
+from imece.launch.endings import Ending
 from imece.launch.view import Watched
 from imece.membership.roster import Generation
 

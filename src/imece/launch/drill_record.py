@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from imece.launch.processes import name_of
+from imece.launch.endings import name_of
 from imece.listing import many, some
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from imece.launch.processes import Ending, first_cause
+from imece.launch.endings import Ending, first_cause
 from imece.listing import some
 from imece.membership.roster import Generation
 

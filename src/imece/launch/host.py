@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from imece import status
 from imece.launch.crew import Crew
-from imece.launch.processes import Ending, Outcome, busy_s_of, catches, is_stopped, name_of
+from imece.launch.endings import Ending, Outcome, name_of
+from imece.launch.processes import busy_s_of, catches, is_stopped
 from imece.launch.signals import NOTICES
 from imece.launch.silence import Silence
 from imece.launch.view import View, hit, known_pid

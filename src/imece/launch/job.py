@@ -11,9 +11,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from imece.errors import CollectiveTimeoutError, UserError
+from imece.launch.endings import SAID, Ending, Outcome, first_cause
 from imece.launch.generations import End, Generations, GoOn, Limits, Verdict
 from imece.launch.host import CannotStart, Hands, Start
-from imece.launch.processes import SAID, Ending, Outcome, first_cause
 from imece.listing import many
 from imece.membership.roster import Generation
 from imece.status import Failure

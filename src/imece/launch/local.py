@@ -1,6 +1,7 @@
 """`imece launch`: ranks on this host, until all are done or the run is over; then nothing of them is left.
 
-signals, relay, output, crew   processes: what they print, how they end, that none is left
+signals, relay, output, crew   processes: what they print, that they end, that none is left
+endings                        how ranks end, and which failure was first (pure)
 generations, silence           what follows from that (pure)
 host                           this host's hands and eyes: all of the above
 job                            decides what to do, here or on several hosts (hosts/)
@@ -16,10 +17,10 @@ from pathlib import Path
 
 from imece.errors import UserError
 from imece.launch.crew import Crew
+from imece.launch.environment import MOST_RANKS_PER_HOST, worker_environment
 from imece.launch.generations import Limits
 from imece.launch.host import Host, Order, Start
 from imece.launch.job import Job
-from imece.launch.processes import MOST_RANKS_PER_HOST, worker_environment
 from imece.launch.view import View, watched
 from imece.world import AGENT_PORT
 

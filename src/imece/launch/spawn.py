@@ -25,14 +25,9 @@ import torch.distributed as dist
 
 from imece import status
 from imece.errors import UserError
-from imece.launch.processes import (
-    MOST_RANKS_PER_HOST,
-    Ending,
-    die_with_parent,
-    first_cause,
-    kill_group,
-    worker_environment,
-)
+from imece.launch.endings import Ending, first_cause
+from imece.launch.environment import MOST_RANKS_PER_HOST, worker_environment
+from imece.launch.processes import die_with_parent, kill_group
 from imece.launch.results import decode, encode
 from imece.store import listen_here, say_finished, serve
 from imece.system.open_files import SPAWN, check_open_files

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from imece import status
 from imece.launch.crew import Crew
-from imece.launch.processes import Ending, is_in_group
+from imece.launch.endings import Ending
+from imece.launch.processes import is_in_group
 from imece.membership.roster import Generation, Roster
 from imece.world import LOOPBACK
 

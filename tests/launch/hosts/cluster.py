@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from imece.launch.endings import Ending
 from imece.launch.generations import Limits
 from imece.launch.host import Start
 from imece.launch.hosts.agent import Agent
 from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.here import Here, Plan
-from imece.launch.processes import Ending
 from imece.membership.roster import Generation
 
 RANKS = 2

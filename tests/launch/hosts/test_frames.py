@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imece.cli.launch.options import MOST_HOSTS, MOST_RANKS
+from imece.launch.endings import Ending
+from imece.launch.environment import MOST_RANKS_PER_HOST
 from imece.launch.generations import Limits
 from imece.launch.hosts import frames
 from imece.launch.hosts.frames import FrameError, pack, printable, unpack
 from imece.launch.hosts.wide_generations import WideGenerations
 from imece.launch.hosts.words import Report, Seen, of_report
-from imece.launch.processes import MOST_RANKS_PER_HOST, Ending
 from imece.status import Failure
 
 JSON = st.recursive(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
+from imece.launch.environment import MOST_RANKS_PER_HOST
 from imece.launch.generations import Limits
-from imece.launch.processes import MOST_RANKS_PER_HOST
 from imece.system.addresses import parse_endpoint
 
 MOST_SECONDS = 86_400.0

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from imece.errors import UserError
 from imece.launch.crew import Crew
+from imece.launch.endings import Outcome
+from imece.launch.environment import worker_environment
 from imece.launch.host import Host, Order, Start
 from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Refused, Said, Up
@@ -28,7 +30,6 @@ from imece.launch.hosts.seeker import SILENT_S, Seeker
 from imece.launch.hosts.token import find_token
 from imece.launch.hosts.wide_view import WideView
 from imece.launch.output import say
-from imece.launch.processes import Outcome, worker_environment
 from imece.launch.view import watched
 from imece.system.addresses import (
     Address,

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from imece.errors import UserError
+from imece.launch.endings import Ending, Outcome
 from imece.launch.hosts.far import Far
 from imece.launch.hosts.here import Here, Lead, Seek
 from imece.launch.hosts.succession import Published, Standing
 from imece.launch.hosts.wide_job import WideJob
 from imece.launch.hosts.words import of_outcome, to_endings, to_seen
-from imece.launch.processes import Ending, Outcome
 from imece.system.addresses import describe
 
 _SAY_WHO_IS_MISSING_S = 3.0

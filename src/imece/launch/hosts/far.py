@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from imece.launch.endings import name_of
 from imece.launch.host import Start
 from imece.launch.hosts.words import Seen, of_starts
-from imece.launch.processes import name_of
 from imece.membership.roster import Generation
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from imece.launch.endings import Ending, Outcome
 from imece.launch.host import CannotStart
 from imece.launch.hosts.here import Follow, Here, Lead, Seek
 from imece.launch.hosts.succession import Standing
@@ -26,7 +27,6 @@ from imece.launch.hosts.words import (
     to_starts,
 )
 from imece.launch.job import WAITED_FOR_S
-from imece.launch.processes import Ending, Outcome
 
 _SEEN_S = 0.2  # how often to look for news of the members here
 _BEATS_S = 1.0  # how often to say how far they are, if nothing else is new

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from imece.launch.endings import Ending, Outcome
 from imece.launch.generations import Limits
 from imece.launch.host import Host
 from imece.launch.hosts.events import Up
@@ -19,7 +20,6 @@ from imece.launch.hosts.network import Network
 from imece.launch.hosts.succession import Standing
 from imece.launch.hosts.wide_view import WideView
 from imece.launch.hosts.words import Report, Seen, of_report
-from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
 from imece.system.addresses import Address
 

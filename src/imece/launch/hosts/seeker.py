@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from imece.errors import UserError
+from imece.launch.endings import Ending, Outcome
 from imece.launch.hosts.here import Follow, Here, Lead, Seek
-from imece.launch.processes import Ending, Outcome
 from imece.system.addresses import describe
 
 _AGAIN_S = 1.0

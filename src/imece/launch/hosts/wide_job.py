@@ -9,12 +9,12 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from imece.launch.endings import Ending
 from imece.launch.generations import Limits
 from imece.launch.host import Hands
 from imece.launch.hosts.wide_generations import WideGenerations
 from imece.launch.hosts.words import Report
 from imece.launch.job import AFTER_FAILURE_S, Job
-from imece.launch.processes import Ending
 from imece.membership.roster import Generation
 
 

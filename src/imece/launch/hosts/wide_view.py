@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from imece.launch.endings import Ending
 from imece.launch.hosts.wide_job import WideJob
 from imece.launch.hosts.words import Seen
-from imece.launch.processes import Ending
 from imece.launch.view import Place
 from imece.membership.roster import Generation
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from imece.launch.endings import Ending, Outcome
 from imece.launch.host import Start
-from imece.launch.processes import Ending, Outcome
 from imece.membership.roster import Generation
 from imece.status import Failure
 
