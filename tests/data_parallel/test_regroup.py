@@ -402,7 +402,7 @@ def keep_options(folder: str) -> None:
         assert model.module.norm.process_group is group
         assert all(map(torch.equal, values, training.parameters)), "a replica's values do not change"
         assert all(each.grad is None for each in training.parameters)
-        assert [len(each._post_accumulate_grad_hooks) for _, each in model._trained] == [1] * len(
+        assert [len(each._post_accumulate_grad_hooks) for _, each in model.trained] == [1] * len(
             model.reducer.slots
         )
         with pytest.raises(RuntimeError, match="before regroup"):

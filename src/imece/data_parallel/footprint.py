@@ -194,7 +194,7 @@ def optimizer_tensors(optimizer: Optimizer) -> int | None:
 def _whole_frozen(model: ShardedDataParallel) -> list[torch.Tensor]:
     """Frozen parameters that are whole on each rank."""
     names = {*model.frozen_names}
-    return [each for name, each in model._frozen if name not in names]
+    return [each for name, each in model.frozen if name not in names]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

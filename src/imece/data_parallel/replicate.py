@@ -150,15 +150,15 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
         )
         # Parameters that want a gradient now, each once; they keep their buckets if they are frozen later.
-        self._trained = arguments.trained(module, self.parameters_to_ignore)
-        self._frozen = [(name, each) for name, each in module.named_parameters()
+        self.trained = arguments.trained(module, self.parameters_to_ignore)
+        self.frozen = [(name, each) for name, each in module.named_parameters()
                         if not each.requires_grad and name not in self.parameters_to_ignore]  # fmt: skip
         self._refuse_shared()
         if self.process_group.size() > 1:
             arguments.warn_of_max_norm(module)
-        self.device = self._home or self._trained[0][1].device
+        self.device = self._home or self.trained[0][1].device
         self.device_type = self.device.type
-        devices = {each.device for _, each in self._trained}
+        devices = {each.device for _, each in self.trained}
         self.is_multi_device_module = len(devices) > 1
         self.device_ids, self.output_device = arguments.device_indices(device_ids, output_device, devices)
         flags = arguments.buffer_flags(broadcast_buffers, forward_sync_buffers)
@@ -392,7 +392,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         self.require_forward_param_sync = True
         self._synchronised = 0  # newcomers count from here too
         self._choose_way()
-        with wanting_gradients(self._trained):  # which of them do may differ between one step and the next
+        with wanting_gradients(self.trained):  # which of them do may differ between one step and the next
             check_same_shapes(self._alike(), group, self.device)
             self._make_reducer()
         self.reducer.leaving.watch, self.reducer.leaving.hook = kept.watch, kept.hook
@@ -412,9 +412,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         if self._kept is None:  # else a `regroup` has raised
             self._kept = Kept.of(self.reducer, self.module, self._buffer_sync.hook, self.process_group)
             self._let_go()
-        for _, parameter in self._trained:
+        for _, parameter in self.trained:
             parameter.grad = None
-        for _, parameter in (*self._trained, *self._frozen):
+        for _, parameter in (*self.trained, *self.frozen):
             make_usable(parameter)
         self._kept.move(None)
         self.__dict__.pop("device_mesh", None)
@@ -445,7 +445,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
     def check_parameters(self) -> None:
         """MismatchError that names ranks and parameters unless all ranks hold the same bits; all ranks
         call this."""
-        check_drift(self._trained, self.process_group, self._synchronised)
+        check_drift(self.trained, self.process_group, self._synchronised)
 
     # Around forward: torch.compile leaves both methods alone and compiles the module between them.
 
@@ -466,7 +466,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
             self.reducer.recover()
             self._refuse_thawed()
         if not self._synchronised:
-            self.reducer.stepping = in_backward.take_over(each for _, each in self._trained)
+            self.reducer.stepping = in_backward.take_over(each for _, each in self.trained)
         self._tell_joined()
         if not self._buffer_sync.after_forward and self.will_sync_module_buffers():
             self._sync_buffers(joining)
@@ -516,10 +516,10 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
         """The parameters of which each rank has a copy of its own, which are to be the same."""
-        return [*self._trained, *self._frozen]
+        return [*self.trained, *self.frozen]
 
     def _refuse_thawed(self) -> None:
-        for name, parameter in self._frozen:
+        for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name} was frozen when the model was wrapped and wants a gradient now, which "
@@ -530,7 +530,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """Look through the model again if modules have got something since the last forward."""
         if self._registered == (times := registered.times()):
             return
-        known = {id(each) for _, each in (*self._trained, *self._frozen)}
+        known = {id(each) for _, each in (*self.trained, *self.frozen)}
         self._registered = times
         self._newcomers = [each for each in self.module.named_parameters() if id(each[1]) not in known]
 
@@ -663,7 +663,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         """Where gradients lie among these ranks."""
         first = [FIRST_BUCKET_BYTES] if self.bucket_bytes_cap_default else []
         return WholeGradients(
-            self._trained,
+            self.trained,
             self.process_group,
             self.bucket_bytes_cap_list or [*first, self.bucket_bytes_cap],
             choose_cap=self._choose_cap,
@@ -693,5 +693,5 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_or_default(None)
         self._choose_way()
-        with wanting_gradients(self._trained):
+        with wanting_gradients(self.trained):
             self._make_reducer()

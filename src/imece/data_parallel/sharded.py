@@ -113,8 +113,8 @@ class ShardedDataParallel(DistributedDataParallel):
         units = find_units(self.module, options.gather.units) if gathers or home is not None else []
         gathering = Gathering(units, self._groups.shard, options.gather, self._schedule) if gathers else None
         fill = Filling(units, home, self.process_group, options.init) if home and is_first else None
-        trained = Trained.of(self._trained, self._optimizers, self.module, units, self._dtypes)
-        check_same_optimizers(who_steps(self._trained, self._optimizers), self.process_group, self.device)
+        trained = Trained.of(self.trained, self._optimizers, self.module, units, self._dtypes)
+        check_same_optimizers(who_steps(self.trained, self._optimizers), self.process_group, self.device)
         frozen = self._frozen_to_share() if options.strategy.parameters else []
         division = Division(
             options.strategy,
@@ -148,10 +148,10 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _check_model(self) -> None:
         """ValueError, MismatchError for a model that cannot be sharded like this."""
-        named, precision = self._trained, self._options.precision
+        named, precision = self.trained, self._options.precision
         in_backward.refuse(named)
         refuse_subclasses(named)
-        refuse_tied_by_data(named, [each for each in self._frozen if can_lie_flat(each[1])])
+        refuse_tied_by_data(named, [each for each in self.frozen if can_lie_flat(each[1])])
         precision.check(named)
         if precision.param is not None:
             refuse_batch_norms(self.module, precision.param, self.device, self.parameters_to_ignore)
@@ -170,7 +170,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """When ranks change, these are the same parameters again, whatever their class is while they
         are freed."""
         if self._frozen_shared is None:
-            self._frozen_shared = [each for each in self._frozen if can_lie_flat(each[1])]
+            self._frozen_shared = [each for each in self.frozen if can_lie_flat(each[1])]
         return self._frozen_shared
 
     def _begin(self) -> None:
@@ -178,7 +178,7 @@ class ShardedDataParallel(DistributedDataParallel):
         precision = self._options.precision
         if precision.param is not None:
             shared_out = {id(each) for store in self.sharding.frozen for each in store.members}
-            cast_frozen((each for _, each in self._frozen if id(each) not in shared_out), precision.param)
+            cast_frozen((each for _, each in self.frozen if id(each) not in shared_out), precision.param)
         if precision.buffer is not None:
             cast_buffers(self.module, precision.buffer, self.parameters_to_ignore)
         self.stepped = [
@@ -225,7 +225,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def _begin_forward(self, is_compiling: bool) -> None:
         self._is_compiled = is_compiling
         if not self._synchronised:
-            in_backward.refuse(self._trained)
+            in_backward.refuse(self.trained)
         if self._kept is None:  # else there are no parts, between leave() and regroup()
             self.sharding.divided.end()
             self.sharding.check_parts()
@@ -238,7 +238,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
         laid = {id(each) for store in self.sharding.every_store for each in store.members}
-        whole = [each for each in self._frozen if id(each[1]) not in laid]
+        whole = [each for each in self.frozen if id(each[1]) not in laid]
         return [*self.sharding.of_each_rank, *whole]
 
     def _tell_apart(self, said: str) -> None:
@@ -258,11 +258,11 @@ class ShardedDataParallel(DistributedDataParallel):
     def _refuse_shared(self) -> None:
         shards_parameters = self._options.strategy.parameters
         shared_out = self._frozen_to_share() if shards_parameters else []
-        laid = [each for _, each in (*self._trained, *shared_out)]
+        laid = [each for _, each in (*self.trained, *shared_out)]
         other_models.refuse_shared(self.module, laid, shards_parameters=shards_parameters)
 
     def _check_divisible(self, groups: ShardGroups) -> None:
-        elements = sum(each.numel() for _, each in self._trained)
+        elements = sum(each.numel() for _, each in self.trained)
         if elements < groups.shard.size():
             raise ValueError(
                 f"a model of {elements} elements cannot be divided among {groups.shard.size()} ranks"
@@ -296,7 +296,7 @@ class ShardedDataParallel(DistributedDataParallel):
         precision = self._options.precision
         return default_cap_bytes(
             over_hosts=self._way.schedule == HIERARCHICAL, on_cpu=on_cpu, borrows=borrows, together=together,
-            gradients_bytes=0 if on_cpu else precision.gradients_bytes(self._trained),
+            gradients_bytes=0 if on_cpu else precision.gradients_bytes(self.trained),
         )  # fmt: skip
 
     @property
@@ -411,7 +411,7 @@ class ShardedDataParallel(DistributedDataParallel):
             mine = [-math.inf if self.has_joined else each for each in numbers_of(optimizer)]
             set_numbers(optimizer, most_of_all(self, mine, "learning rates"))
 
-    def _before_zero(self, number: int, set_to_none: bool) -> None:
+    def before_zero(self, number: int, set_to_none: bool) -> None:
         self._tell_joined(Turn.ZERO, 2 * number + set_to_none)
 
     def step(self, number: int) -> None:
@@ -453,7 +453,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of this rank's parts, too."""
-        self._before_zero(len(self._optimizers), set_to_none)
+        self.before_zero(len(self._optimizers), set_to_none)
         super().zero_grad(set_to_none)
         for slot in self.sharding.slots:  # zeros would count as gradients from no_sync, to be summed
             slot.parameter.grad = None

@@ -229,9 +229,9 @@ class _TransformerStage(nn.Module):
 
     def forward(self, x: Tensor, begins: Tensor | None = None) -> Tensor:
         """begins: as for the model, on every stage."""
-        model: Any = self._model[0]
+        model = self._model[0]
         if self.is_first:
-            model._check_room(x, None)
+            model.check_room(x, None)
             x = self.embed(x)
         rotation = rotation_at(model.config, torch.arange(self._length, device=x.device))
         visible = visible_from(begins) if begins is not None else None
@@ -240,4 +240,4 @@ class _TransformerStage(nn.Module):
         if not self.is_last:
             return x
         x = self.norm(x)
-        return cast(Tensor, self.embed.as_head(x) if model.config.tied_head else self.head(x))
+        return self.embed.as_head(x) if model.config.tied_head else self.head(x)

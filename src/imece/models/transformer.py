@@ -88,7 +88,7 @@ class Transformer(nn.Module):
         positions: ValueError if their number is not T, with a cache, or if layers have windows. With begins:
         ValueError if their shape is not that of tokens, with a cache or with positions.
         """
-        self._check_room(tokens, cache)
+        self.check_room(tokens, cache)
         visible = None
         if begins is not None:
             self._check_begins(begins, tokens, cache, positions)
@@ -134,7 +134,8 @@ class Transformer(nn.Module):
         """`cross_entropy` of `targets` (int64 [B, T]) after `tokens` (int64 [B, T])."""
         return cross_entropy(self(tokens), targets, ignore, reduction)
 
-    def _check_room(self, tokens: Tensor, cache: KVCache | None) -> None:
+    def check_room(self, tokens: Tensor, cache: KVCache | None) -> None:
+        """ValueError if tokens is not 2D, or for more positions than max_seq or the cache has room for."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [batch, positions]")
         held = 0 if cache is None else cache.length

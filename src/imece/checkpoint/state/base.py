@@ -128,7 +128,7 @@ class Base:
 
     def _frozen(self) -> dict[str, Tensor]:
         # Frozen when the model was wrapped: a parameter that was trained first exists nowhere else.
-        return dict(in_memory(self._model._frozen)) if self._is_left_out else {}
+        return dict(in_memory(self._model.frozen)) if self._is_left_out else {}
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ class TrainingState:
         if self._model.sharded_names:
             shared_out = {MODEL + name for name in self._model.frozen_names}
             return {name for name, _ in self._whole_parameters()} | shared_out
-        return {MODEL + name for name, _ in in_memory(self._model._frozen)}
+        return {MODEL + name for name, _ in in_memory(self._model.frozen)}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters that every rank has whole, by their saved names."""
@@ -314,7 +314,7 @@ class TrainingState:
             lacking = []
             stepped = {each for optimizer in given for each in parameters_of(optimizer)}
             foreign = [each for each in given if not self._names.keys() >= {*parameters_of(each)}]
-            left = [name for name, each in self._model._trained if each not in stepped] if given else []
+            left = [name for name, each in self._model.trained if each not in stepped] if given else []
             if left and not foreign:
                 warnings.warn(
                     f"TrainingState: none of the optimizers given steps {some(left, 1)}: if another one "

@@ -303,7 +303,7 @@ class SteppedParts:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if (model := self._known()) is not None:
-            model._before_zero(self._number, set_to_none)
+            model.before_zero(self._number, set_to_none)
         self._zero(set_to_none)
         self._sharding.zeroed((self._number,), set_to_none)
         for parameter in self._parameters:  # gradients from no_sync that were not summed
