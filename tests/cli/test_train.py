@@ -20,7 +20,7 @@ import pytest
 
 from imece.cli import train
 from imece.cli.main import main
-from imece.cli.options import option_names
+from imece.cli.options import options_of
 from imece.data.batches import Batches
 from imece.data.prepare import prepare
 from imece.data.tokens import open_tokens
@@ -91,7 +91,7 @@ def test_help_explains_every_option(
     for entry in re.split(r"\n(?=--)", lines):
         text = re.sub(r"--\S+|\{\S+\}|[A-Z]{3,}|\(default.*", "", entry, flags=re.DOTALL)
         described |= dict.fromkeys(re.findall(r"(?:^|, )(--[a-z0-9.-]+)", entry.splitlines()[0]), text)
-    names = option_names(TrainConfig)
+    names = options_of(TrainConfig)
     assert len(names) >= 40
     for name in names:
         assert len(re.findall(r"[a-z]{2,}", described[name])) >= 3, f"{name} is not explained"

@@ -31,6 +31,7 @@ from tyro.constructors import (
 )
 
 from imece.errors import UserError
+from imece.observe.visible import visible
 
 Config = TypeVar("Config")
 
@@ -67,7 +68,7 @@ def parse(
     to suggest instead. --help prints and raises SystemExit(0). UserError, in one line, for anything that
     cannot be parsed, and for a ValueError from the dataclass' own __post_init__.
     """
-    options = _options(config_class)
+    options = options_of(config_class)
     for word in argv:
         flag, given, value = word.partition("=")
         if given and options.get(_plain(flag)) is bool:  # tyro would take the value for an operand
@@ -194,13 +195,7 @@ class _Page(io.StringIO):
 
 def one_line(text: str) -> str:
     """`text` without line breaks, runs of spaces or control characters: safe to print as one line."""
-    joined = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in joined)
-
-
-def option_names(config_class: type[object]) -> list[str]:
-    """The long options of a dataclass, as typed: "--out-dir"; "--model.max-seq" for a nested one."""
-    return [*_options(config_class)]
+    return visible(" ".join(text.split()))
 
 
 def _operands(config_class: type[object]) -> dict[str, str]:
@@ -213,8 +208,9 @@ def _operands(config_class: type[object]) -> dict[str, str]:
     return found
 
 
-def _options(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
-    """The same with the type of each."""
+def options_of(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
+    """The long options of a dataclass, as typed, with the type of each: "--out-dir"; "--model.max-seq" for a
+    nested one."""
     if not dataclasses.is_dataclass(config_class):
         raise TypeError(f"{config_class.__name__} is not a dataclass")
     options: dict[str, Any] = {}
@@ -227,7 +223,7 @@ def _options(config_class: type[object], prefix: str = "--") -> dict[str, Any]:
         if any(isinstance(extra, PrimitiveConstructorSpec) for extra in extras):
             own = str  # as it is typed
         if dataclasses.is_dataclass(own):
-            options |= _options(cast(type[object], own), f"{name}.")
+            options |= options_of(cast(type[object], own), f"{name}.")
         else:
             options[name] = own
         aliases = (alias for extra in extras for alias in getattr(extra, "aliases", None) or ())
@@ -339,7 +335,7 @@ def _with_hint(
                 return f"{message}; did you mean {meant}?"
     if message.startswith(_UNKNOWN):
         left = message.removeprefix(_UNKNOWN).strip()
-        if told := _beside(left, words, _options(config_class)):
+        if told := _beside(left, words, options_of(config_class)):
             return told
         message = f"not expected here: {left or repr(left)}"
     return f"{message} (see {prog} --help)"
