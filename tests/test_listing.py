@@ -6,7 +6,7 @@ from collections import UserDict
 
 from torch import nn
 
-from imece.listing import kind_of, size_text, words_of
+from imece.listing import kind_of, rank_words, size_text, words_of
 
 
 def test_a_or_an_goes_by_the_sound() -> None:
@@ -23,3 +23,9 @@ def test_sizes_have_the_largest_unit_that_they_fill() -> None:
 def test_an_error_is_said_in_one_line() -> None:
     assert words_of(ValueError("line 3:\n   a comma\n")) == "line 3: a comma"
     assert words_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_rank_words() -> None:
+    assert rank_words([2]) == "rank 2"
+    assert rank_words([0, 1, 3]) == "ranks 0, 1, 3"
+    assert rank_words([0, 1, 2, 5, 7, 8, 9, 10]) == "ranks 0-2, 5, 7-10"

@@ -21,6 +21,25 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
+def ends_of(names: Sequence[str]) -> str:
+    """(["a", "b", "c"]) -> "a .. c": of names in their order, the first and the last."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """[2] -> "rank 2"; [0, 1, 3] -> "ranks 0, 1, 3"; runs of three or more as "ranks 0-3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return "ranks " + ", ".join(parts)
+
+
 def size_text(nbytes: int) -> str:
     """1536 -> "1.5 KiB", 1000 -> "1000 bytes"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

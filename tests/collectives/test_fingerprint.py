@@ -137,9 +137,3 @@ def test_only_the_way_differs() -> None:
     shapes = {0: (2, 3), 1: (3, 2), 2: (2, 3)}
     text = str(fp.explain(3, {rank: fp.Said(same, shapes[rank], way=way) for rank, way in ways.items()}))
     assert "3, 2] with schedule pipelined_ring, parts 3. Do all ranks run the same forward?" in text
-
-
-def test_rank_words() -> None:
-    assert fp.rank_words([2]) == "rank 2"
-    assert fp.rank_words([0, 1, 3]) == "ranks 0, 1, 3"
-    assert fp.rank_words([0, 1, 2, 5, 7, 8, 9, 10]) == "ranks 0-2, 5, 7-10"

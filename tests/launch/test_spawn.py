@@ -294,7 +294,7 @@ def test_time_is_up() -> None:
             time.sleep(1000)
 
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="after 1 s, rank 0, 2 still ran"):
+    with pytest.raises(TimeoutError, match="after 1 s, ranks 0, 2 still ran"):
         spawn(body, ranks=3, timeout_s=1)
     assert time.monotonic() - begin < 60
 

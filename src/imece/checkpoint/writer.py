@@ -19,6 +19,7 @@ from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins,
 from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, TakenOverError
 from imece.checkpoint.room import Room
 from imece.errors import UserError
+from imece.listing import rank_words
 from imece.writing import NO_SPACE, NOT_ALLOWED, TOO_LARGE, sync_folder
 
 # After this long, a folder that is neither partial nor in place counts as removed: file systems of several
@@ -241,7 +242,7 @@ class Writer:
                     raise NotSavedError(f"ranks save {', '.join(steps)}: call save on all with the same step")
                 self._meeting.arrive()
                 missing = [rank for rank in missing if rank not in parts]
-                patience.wait(_sizes(partial), f"rank {', '.join(map(str, missing[:8]))}")
+                patience.wait(_sizes(partial), rank_words(missing))
         return [parts[rank] for rank in range(1, self._world_size)]
 
     def _session(self, request: Request) -> str | None:

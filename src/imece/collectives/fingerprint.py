@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from imece.listing import rank_words
+
 OPS = (
     "", "broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
     "scatter", "barrier", "send", "recv", "exchange", "all_gather_list", "open",
@@ -170,20 +172,6 @@ def six_dims(shape: Sequence[int]) -> list[int]:
 def shape_of(dims: Sequence[int]) -> tuple[int, ...]:
     """The inverse of `six_dims`."""
     return tuple(dim - 1 for dim in dims if dim > 0)
-
-
-def rank_words(ranks: list[int]) -> str:
-    """[2] -> "rank 2"; [0, 1, 3] -> "ranks 0, 1, 3"; runs of three or more as "ranks 0-3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return "ranks " + ", ".join(parts)
 
 
 def _tensor(field: Fields, shape: tuple[int, ...] | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from imece.collectives import fingerprint as fp
 from imece.collectives.recording import POINT_TO_POINT, Call, Recording
+from imece.listing import rank_words
 
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead, not yet reaped", "X": "dead"}
 
@@ -24,7 +24,7 @@ def explain(recordings: Iterable[Recording]) -> list[str]:
     lines = []
     for job, by_rank in sorted(jobs.items()):
         if len(jobs) > 1:
-            lines.append(f"job {job} ({fp.rank_words(sorted(by_rank))}):")
+            lines.append(f"job {job} ({rank_words(sorted(by_rank))}):")
         lines += _explain_job(by_rank)
     return lines
 
@@ -59,8 +59,8 @@ def _explain_collective(open_: dict[int, Call], by_rank: dict[int, Recording]) -
     ranks = sorted(waiting)
     differ = len({(c.op, c.reduce_op, c.dtype, c.shape, c.peer) for c in open_.values()}) > 1
     name = "collective" if len({c.op for c in open_.values()}) > 1 else call.op
-    where = f" ({fp.rank_words(list(members))})" if members else ""
-    who = f"{fp.rank_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+    where = f" ({rank_words(list(members))})" if members else ""
+    who = f"{rank_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
     since = f"{who} since {_wait_s(waiting, by_rank):.1f} s"
     parts = [f"{name} number {call.number} on group {call.group}{where}: {since}"]
     if differ:
@@ -78,7 +78,7 @@ def _explain_collective(open_: dict[int, Call], by_rank: dict[int, Recording]) -
 def _explain_started(started: dict[int, Call], by_rank: dict[int, Recording]) -> str:
     call = next(iter(started.values()))
     name = call.what if call.op in POINT_TO_POINT else f"{call.op} number {call.number}"
-    who, verb = fp.rank_words(sorted(started)), "does" if len(started) == 1 else "do"
+    who, verb = rank_words(sorted(started)), "does" if len(started) == 1 else "do"
     ago = f"{_wait_s(started, by_rank):.1f} s ago"
     return f"{name} on group {call.group}: {who} started it {ago} and {verb} not wait for it yet"
 

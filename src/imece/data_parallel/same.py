@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from imece.collectives import ops
 from imece.collectives.calls import host_device
-from imece.collectives.fingerprint import rank_words
 from imece.collectives.texts import gather_texts, of_ranks
 from imece.errors import MismatchError
+from imece.listing import rank_words
 
 _FLAT_BYTES = 64 * 2**20
 _WRITE_ALIKE = (

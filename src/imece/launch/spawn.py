@@ -29,6 +29,7 @@ from imece.launch.endings import Ending, first_cause
 from imece.launch.environment import MOST_RANKS_PER_HOST, worker_environment
 from imece.launch.processes import die_with_parent, kill_group
 from imece.launch.results import decode, encode
+from imece.listing import rank_words
 from imece.store import listen_here, say_finished, serve
 from imece.system.open_files import SPAWN, check_open_files
 from imece.system.out_of_memory import Killer, preference, take_first
@@ -195,10 +196,8 @@ class _Crew:
                 if now >= blame_at or not all(each.because_of_peer for each in failed):
                     break
             elif deadline is not None and now >= deadline:
-                running = [str(rank) for rank in range(len(self._processes)) if rank not in self._endings]
-                raise TimeoutError(
-                    f"after {timeout_s} s, rank {', '.join(running)} still ran; all were ended"
-                )
+                running = [rank for rank in range(len(self._processes)) if rank not in self._endings]
+                raise TimeoutError(f"after {timeout_s} s, {rank_words(running)} still ran; all were ended")
         cause = first_cause(list(self._endings.values()))
         if cause is not None:
             self._raise(cause)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from imece import mesh as meshes
 from imece.collectives import ops, waited
+from imece.listing import ends_of
 from imece.mesh import Mesh
 from imece.model_parallel.alike import check_alike, content_of, plain_tensors
 from imece.model_parallel.cutting import Part, Place, Values, dealt_by, names_in, pieces_of
@@ -173,7 +174,7 @@ class Pipeline:
         return [began_s + each.since(began) for each in moments]
 
     def __str__(self) -> str:
-        stages = ", ".join(f"{at} ({_names(self._named[at])})" for at in self._mine)
+        stages = ", ".join(f"{at} ({ends_of(list(self._named[at]))})" for at in self._mine)
         return f"stage {stages} of {len(self._dealt)}, rank {self.mesh.rank}"
 
     def _before_last(self, stage: int) -> None:
@@ -227,7 +228,7 @@ class Pipeline:
         for at, was, now in zip(self._mine, self._began_trained, self._trained(), strict=True):
             if was != now:
                 raise ValueError(
-                    f"stage {at} ({_names(self._named[at])}) "
+                    f"stage {at} ({ends_of(list(self._named[at]))}) "
                     + ("was frozen" if now else "had parameters to train")
                     + f" when imece.Pipeline was made, and {'has some' if now else 'is frozen'} now, which "
                     "other ranks do not know: freeze before that, or leave some of it unfrozen"
@@ -289,7 +290,7 @@ class Pipeline:
         stages = [self._pieces.stage(which, inputs) for which in dealt]
         self._cast_others()
         called = {
-            f"stage {at} ({_names(self._pieces.named(which))})": stage
+            f"stage {at} ({ends_of(list(self._pieces.named(which)))})": stage
             for at, (which, stage) in enumerate(zip(dealt, stages, strict=True))
         }
         run = Run(
@@ -416,8 +417,3 @@ def _without_tables() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _names(named: dict[str, nn.Module]) -> str:
-    names = list(named)
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -34,7 +34,7 @@ def header(session: Session) -> list[tuple[str, str]]:
         *([("mix", _mix(session.batches, config.steps))] if session.batches.part.divided else []),
         (
             "ranks",
-            f"{mesh.world_size} on {hosts} host{'s' if hosts > 1 else ''} "
+            f"{mesh.world_size} on {many(hosts, 'host')} "
             f"({mesh.device.type}, {mesh.backend}), strategy {session.strategy}, {session.precision.name}"
             f"{f', compiled in {session.compile_s:.0f} s' if session.compile_s else ''}",
         ),

@@ -16,7 +16,7 @@ from imece.collectives.texts import gather_json
 from imece.data.batches import IGNORE, Batches, rows
 from imece.data_parallel.grad_scaler import GradScaler, forget_stage
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.listing import some
+from imece.listing import rank_words, some
 from imece.membership.draws import begin_draws
 from imece.mesh import Mesh
 from imece.model_parallel.context import ContextParallel
@@ -252,5 +252,4 @@ def _merged(of_ranks: Sequence[_Found]) -> _Found:
 def _describe(ranks: Sequence[int], loss: float | None, bad: list[str], documents: list[int]) -> str:
     assert loss is not None, "one of the ranks knows it"
     where = f"gradient of {some(bad, 1)}" if bad else "finite gradients"
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{who}: loss {loss:g}, {where}; documents {some(documents, 8)}"
+    return f"{rank_words(ranks)}: loss {loss:g}, {where}; documents {some(documents, 8)}"

@@ -260,7 +260,7 @@ def _devices() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
     names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-    return f"{len(names)} GPU{'s' if len(names) > 1 else ''}: {', '.join(sorted(set(names)))}"
+    return f"{many(len(names), 'GPU')}: {', '.join(sorted(set(names)))}"
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from imece.collectives.fingerprint import describe, rank_words
+from imece.collectives.fingerprint import describe
 from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.board import CLOSED, FAILED, Board
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
+from imece.listing import rank_words
 
 Steps = Generator[None, None, None]
 

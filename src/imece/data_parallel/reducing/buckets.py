@@ -73,11 +73,6 @@ class Bucket:
         return self.flat[: self.used_numel]
 
 
-def label_of(names: Sequence[str]) -> str:
-    """A label for a bucket with these parameters."""
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
 class Gradients:
     """The buckets of one model. The reducer says when one is full; then this class or a hook sums it."""
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from imece.collectives import auto, pending
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.shared_memory.posted import Posted
-from imece.data_parallel.reducing.buckets import Bucket, label_of
+from imece.data_parallel.reducing.buckets import Bucket
+from imece.listing import ends_of
 
 
 class Posting:
@@ -22,7 +23,7 @@ class Posting:
 
     def __init__(self, buckets: Sequence[Bucket], posted: Posted, group: SharedMemoryGroup) -> None:
         self.buckets, self._posted, self._group = buckets, posted, group
-        self._label = label_of([slot.name for bucket in buckets for slot in bucket.slots])
+        self._label = ends_of([slot.name for bucket in buckets for slot in bucket.slots])
         self._addresses = _addresses(buckets)
 
     @classmethod

@@ -21,8 +21,9 @@ from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot, label_of
+from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.cap import cap_over
+from imece.listing import ends_of
 
 _ALIGN_BYTES = 64
 
@@ -193,7 +194,7 @@ class WholeGradients(Gradients):
             taken = -(-plan.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
             flat = free[device][: plan.nbytes].view(self._parameters[plan.places[0].item].dtype)
             free[device] = free[device][taken:]
-            label = label_of([self._items[place.item].name for place in plan.places])
+            label = ends_of([self._items[place.item].name for place in plan.places])
             bucket = Bucket(plan.index, flat, plan.used_numel, label)
             for place in plan.places:
                 parameter, self._places[place.item] = self._parameters[place.item], place

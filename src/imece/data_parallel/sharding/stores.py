@@ -12,7 +12,6 @@ from imece.collectives import ops
 from imece.collectives.common_memory import common_zeros
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.reducing.buckets import label_of
 from imece.data_parallel.reducing.way import Way
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.coming import Coming
@@ -23,6 +22,7 @@ from imece.data_parallel.sharding.trained import FROZEN, Trained
 from imece.data_parallel.sharding.units import Flat
 from imece.data_parallel.strategy import ShardGroups, Strategy
 from imece.device import casts_fast
+from imece.listing import ends_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Store:
     @property
     def label(self) -> str:
         """Names the bucket in errors."""
-        return label_of([item.name for item in self.items])
+        return ends_of([item.name for item in self.items])
 
     @property
     def is_frozen(self) -> bool:

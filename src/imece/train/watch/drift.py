@@ -25,6 +25,7 @@ from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import digest, sync_from
 from imece.data_parallel.sharded import ShardedDataParallel
+from imece.listing import rank_words
 
 _CHUNK = 2**20  # elements hashed at once
 _EXACT = 2**52 - 1  # bits of a digest: a float64 holds them exactly
@@ -44,7 +45,7 @@ class _Difference:
     root: int | None  # one rank of the majority
 
     def describe(self) -> str:
-        who = f"rank{'s' if len(self.odd) > 1 else ''} {', '.join(map(str, self.odd))}"
+        who = rank_words(self.odd)
         if self.root is None:
             return f"{self.name} differs between {who}"
         return f"{self.name} of {who} differed from that of {len(self.ranks) - len(self.odd)} others"
