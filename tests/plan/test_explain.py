@@ -153,6 +153,21 @@ def test_gains_are_true(answer: Answer) -> None:
     assert (needed - answer.question.room_bytes) / 1e9 == pytest.approx(short, rel=0.05)
 
 
+def test_no_sync_is_told_where_it_is_faster_and_fits() -> None:
+    slow = find_cluster("H100", 8, 2, "ethernet-10g")
+    pinned = {"strategy": "hybrid", "tensor": 1, "pipeline": 1, "micro_batch": 1, "recompute": "none"}
+    found = settled(search(ask(cluster=slow, batch=64, **pinned)))
+    setup = found.best.setup
+    recipe = replace(setup.recipe, accumulates_whole=True)
+    whole = judge(replace(setup, recipe=recipe), slow)
+    said = f"faster, keeps whole gradients and fits in {gb(whole.needed)} GB"
+    faster = share(1 - whole.seconds / found.best.seconds, 1.0)
+    assert f"all but the last micro-batch in model.no_sync(): {faster} {said}" in gains(found)
+    reserve = 1 - (whole.needed - 1) / slow.gpu.memory_bytes
+    tight = replace(found, question=replace(found.question, reserve=reserve))
+    assert not any("no_sync" in each for each in gains(tight))
+
+
 def test_what_was_pinned_is_told_if_it_costs() -> None:
     said = gains(settled(search(ask(gpu="H100", batch=256, tensor=2))))
     assert any(
