@@ -155,8 +155,8 @@ def test_gains_are_true(answer: Answer) -> None:
 
 def test_no_sync_is_told_where_it_is_faster_and_fits() -> None:
     slow = find_cluster("H100", 8, 2, "ethernet-10g")
-    pinned = {"strategy": "hybrid", "tensor": 1, "pipeline": 1, "micro_batch": 1, "recompute": "none"}
-    found = settled(search(ask(cluster=slow, batch=64, **pinned)))
+    asked = ask(cluster=slow, strategy="hybrid", tensor=1, pipeline=1, micro_batch=1, recompute="none")
+    found = settled(search(asked))
     setup = found.best.setup
     recipe = replace(setup.recipe, accumulates_whole=True)
     whole = judge(replace(setup, recipe=recipe), slow)

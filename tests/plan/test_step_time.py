@@ -461,6 +461,17 @@ def test_four_bits_are_gathered_as_four_bits() -> None:
     assert took[1] / took[0] == pytest.approx(moved[1] / moved[0], rel=0.02)
 
 
+def test_four_bits_are_unpacked_once_more_if_forward_is_computed_again() -> None:
+    def longer(recompute: Recomputation) -> float:
+        """Seconds that 4 bits add to a micro-batch."""
+        recipe = replace(RECIPE, recompute=recompute, adapters="lora")
+        lora, qlora = (Setup(MODEL, Parallel(), each) for each in (recipe, replace(recipe, adapters="qlora")))
+        return stage_time(qlora, CLUSTER, IMECE).compute - stage_time(lora, CLUSTER, IMECE).compute
+
+    assert longer("none") > 0
+    assert longer("full") == pytest.approx(1.5 * longer("none"))
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "hybrid", "hybrid_zero2"])
 def test_in_no_sync_the_last_micro_batch_alone_reduces(strategy: Strategy) -> None:
     """With all in sight, what is gathered is as ever and what is reduced is 1/accumulation of it."""

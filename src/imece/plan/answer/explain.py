@@ -272,8 +272,9 @@ def _micro_batch(answer: Answer) -> Iterator[str]:
 
 
 def _in_no_sync(answer: Answer) -> Iterator[str]:
-    """Whole gradients until the last micro-batch, instead of a sum with each: more memory, fewer messages. The
-    search leaves it out: unless a strategy or offload is asked for, ZeRO-1 is faster wherever these fit."""
+    """Whole gradients until the last micro-batch, instead of a sum with each: more memory, fewer messages.
+    The search leaves it out: unless a strategy or offload is asked for, ZeRO-1 is faster wherever these fit.
+    """
     winner, question = answer.best, answer.question
     if reductions(winner.setup) == 1 or winner.setup.parallel.pipeline > 1:
         return
@@ -282,8 +283,8 @@ def _in_no_sync(answer: Answer) -> Iterator[str]:
     gain = 1 - found.seconds / winner.seconds
     if gain >= _WORTH and found.needed <= question.room_bytes:
         yield (
-            f"all but the last micro-batch in model.no_sync(): {_percent(gain)} faster, keeps whole gradients "
-            f"and fits in {gb(found.needed)} GB"
+            f"all but the last micro-batch in model.no_sync(): {_percent(gain)} faster, keeps whole "
+            f"gradients and fits in {gb(found.needed)} GB"
         )
 
 

@@ -17,6 +17,7 @@ from imece.plan.speed.communication import along, collective_s, send_s
 from imece.plan.speed.compute import LayerTime, head_time, layer_time, stream_s
 from imece.plan.speed.manner import Manner
 
+_UNPACKED = 2.5  # bytes moved to unpack a parameter of 4 bits, for forward, backward and recomputation alike
 _FUSED_HOST = 0.5  # part of the CPU's work that is left if layers are compiled
 
 
@@ -80,16 +81,16 @@ def _stage_time(
     tokens = recipe.micro_batch * recipe.seq // context
     layer = layer_time(gpu, model, manner, recipe, context, tensor, sequence)
     head = head_time(gpu, model, manner, recipe, tokens, tensor)
+    unpacking = (
+        stream_s(gpu, _UNPACKED * model.layer_parameters / tensor) if recipe.adapters == "qlora" else 0.0
+    )
+    again = _again(manner, recipe, layer) + (unpacking if recipe.recompute == "full" else 0.0)
     if recipe.adapters == "none":
         adding = stream_s(gpu, 0.0 if manner.adds_in_products else added_bytes(recipe) / tensor)
         layer_work = layer.forward + layer.inputs + layer.weights + adding * model.layer_parameters
         head_work = head.forward + head.inputs + head.weights + adding * model.table_parameters
     else:
-        unpacking = (
-            stream_s(gpu, 5.0 * model.layer_parameters / tensor) if recipe.adapters == "qlora" else 0.0
-        )
-        layer_work, head_work = layer.forward + layer.inputs + unpacking, head.forward + head.inputs
-    again = _again(manner, recipe, layer)
+        layer_work, head_work = layer.forward + layer.inputs + 2 * unpacking, head.forward + head.inputs
     hidden_bytes = model.width * tokens * recipe.precision.activations
     talk = _tensor_talk(cluster, manner, recipe, hidden_bytes, tensor, sequence, layer.columns)
     host = _layer_host_s(manner, recipe, talk.calls)
