@@ -43,11 +43,13 @@ def test_long_lines_come_in_pieces(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"x" * 200_000 + b"y\n", "there it is one line"
 
 
-def test_tracebacks_are_repeated_only_if_others_spoke_since() -> None:
+def test_tracebacks_are_repeated_only_if_others_said_much_since() -> None:
     printed = Printed()
     one, other = (RankOutput(rank, Outlet(io.BytesIO()), printed) for rank in range(2))
     one.feed(b"hello\n[rank0]: Traceback (most recent call last):\n  File\nValueError\n")
     assert one.failure_lines() == []
+    other.feed(b"noise\n" * 10)
+    assert one.failure_lines() == [], "it is near"
     other.feed(b"noise\n")
     assert one.failure_lines() == [b"Traceback (most recent call last):", b"  File", b"ValueError"]
     assert other.failure_lines() == []

@@ -217,7 +217,7 @@ class Crew:
         self._relay.say(line)
 
     def show_failure(self, output: RankOutput) -> None:
-        """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
+        """Show the traceback again that a rank has printed, unless little came after it."""
         self._relay.show_failure(output)
 
     def _look(self, until: float) -> None:

@@ -17,6 +17,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _TAKEN_BYTES = select.PIPE_BUF  # a ready pipe takes this many without blocking
 _LONGEST_BYTES = 65_536  # a longer line is passed on in pieces, each shown as a line
 _KEPT_LINES = 100
+_NEAR_LINES = 10  # of other ranks: who reads the last line sees what came before so few
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)  # no red: that is for failures
 _TORCHS_PREFIX = re.compile(rb"^\[rank\d+\]: ")  # in front of tracebacks
 _FAILURE_STARTS = (b"Traceback (most recent call last)", b"Fatal Python error")
@@ -181,13 +182,13 @@ class RankOutput:
             self._line(rest.removesuffix(b"\r"))
 
     def failure_lines(self) -> list[bytes]:
-        """The traceback among the last lines; empty if it is the last thing people see anyway."""
+        """The traceback among the last lines; empty if people see it anyway, as little came after it."""
         kept = list(self._kept)
         starts = [index for index, (_, line) in enumerate(kept) if line.startswith(_FAILURE_STARTS)]
         if not starts:
             return []
         traceback = kept[starts[0] :]
-        if self.printed.lines - traceback[0][0] < len(traceback):  # no other rank printed in between
+        if self.printed.lines - traceback[0][0] + 1 - len(traceback) <= _NEAR_LINES:
             return []
         return [line for _, line in traceback]
 

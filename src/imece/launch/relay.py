@@ -103,7 +103,7 @@ class Relay:
                 self._write(self._outlets[0], partial(self._outlets[0].write, b"\n"))
 
     def show_failure(self, output: RankOutput) -> None:
-        """Show the traceback again that a rank has printed, unless it is the last thing on the screen."""
+        """Show the traceback again that a rank has printed, unless little came after it."""
         for line in output.failure_lines():
             self._write(output.target, partial(output.show, line))
 
