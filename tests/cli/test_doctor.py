@@ -22,7 +22,7 @@ from imece.cli.doctor import doctor, host
 from imece.cli.doctor.host import Finding
 from imece.cli.doctor.rank import COLLECTIVES
 from imece.cli.main import main
-from imece.collectives import ops
+from imece.collectives import ops, recorder
 from imece.errors import UserError
 from tests.cli.refused import refused
 from tests.ranks import start_ranks
@@ -340,6 +340,7 @@ def test_links_are_measured_between_no_more_ranks_than_cores(
 
 def reduced(folder: str) -> None:
     """One all_reduce, told by a file; then it waits for its end."""
+    recorder.install_signal()
     ops.all_reduce(torch.ones(1))
     Path(folder, os.environ["RANK"]).touch()
     time.sleep(1000)
@@ -356,7 +357,10 @@ def test_attach_tells_who_is_in_what(capsys: pytest.CaptureFixture[str], tmp_pat
         assert any("all_reduce" in line for line in content["lines"])
         assert main(["doctor", "--attach"]) == 0
         said = capsys.readouterr().out
-        assert "all_reduce" in said and "\n  rank 1: " in said, "each rank has a line of its own"
+        assert "all_reduce" in said and f"\n  rank 1 (pid {ranks.pids[1]}): " in said, (
+            "each rank has a line of its own"
+        )
+        assert "\nkill -USR1 PID: that rank prints its stacks" in said
     assert main(["doctor", "--attach", "1"]) == 2
     assert capsys.readouterr().err.startswith("imece: ")
 

@@ -249,14 +249,16 @@ def test_who_is_missing() -> None:
     absent = recording(2, call("broadcast", 811, 86, 87))
     assert recorder.explain([*waiting, absent]) == [
         "all_reduce number 812 on group replicate (ranks 0-3): ranks 0, 1, 3 wait since 12.4 s; rank 2 is "
-        "not in it: its last call was broadcast number 811 on group replicate (left 13.0 s ago)"
+        "not in it (pid 102): its last call was broadcast number 811 on group replicate (left 13.0 s ago)"
     ]
     stopped = replace(absent, process_state="T")
     assert (
         "rank 2 is not in it (pid 102, stopped by a signal): its" in recorder.explain([*waiting, stopped])[0]
     )
     assert "rank 2 has no recorder on this host" in recorder.explain(waiting)[0]
-    assert "rank 2 is not in it: it has made no call" in recorder.explain([*waiting, recording(2)])[0]
+    assert (
+        "rank 2 is not in it (pid 102): it has made no call" in recorder.explain([*waiting, recording(2)])[0]
+    )
 
 
 def test_missing_because_it_is_elsewhere_or_past() -> None:
@@ -265,7 +267,9 @@ def test_missing_because_it_is_elsewhere_or_past() -> None:
     left = recording(2, call("all_reduce", 5, 90, 91), call("all_reduce", 6, 91, 92))
     past = recording(3, call("all_reduce", 4000, 91, 92))
     lines = recorder.explain([waiting, elsewhere, left, past])
-    assert "rank 1 is not in it: it is in all_gather number 3 on group shard since 5.0 s" in lines[0]
+    assert (
+        "rank 1 is not in it (pid 101): it is in all_gather number 3 on group shard since 5.0 s" in lines[0]
+    )
     assert "rank 2 left it 9.0 s ago" in lines[0]
     assert "rank 3 is past it (it is at number 4000)" in lines[0]
     assert lines[1].startswith("all_gather number 3 on group shard: rank 1 waits since 5.0 s")
@@ -288,11 +292,11 @@ def test_messages() -> None:
     receiver = recording(1, call("recv", 1, 97, peer=0))
     idle = recording(0, call("all_reduce", 5, 90, 91))
     assert recorder.explain([receiver, idle]) == [
-        "recv from 0 of float32[4] on group replicate: rank 1 waits since 3.0 s; rank 0 does not answer it: "
-        "its last call was all_reduce number 5 on group replicate (left 9.0 s ago)"
+        "recv from 0 of float32[4] on group replicate: rank 1 waits since 3.0 s; rank 0 (pid 100) does not "
+        "answer it: its last call was all_reduce number 5 on group replicate (left 9.0 s ago)"
     ]
     sending = recording(0, call("send", 1, 98, peer=1))
-    assert "rank 0 is in send to 1 of float32[4]" in recorder.explain([receiver, sending])[0]
+    assert "rank 0 (pid 100) is in send to 1 of float32[4]" in recorder.explain([receiver, sending])[0]
     assert "rank 0 has no recorder" in recorder.explain([receiver])[0]
 
 
@@ -303,7 +307,9 @@ def test_what_was_started_is_not_waited_for() -> None:
     began = "all_reduce number 5 on group replicate"
     yet = f"{began}: ranks 0, 1 started it 10.0 s ago and do not wait for it yet"
     said = recorder.explain(started)
-    assert said[0].startswith(f"no rank waits in a call. rank 0: it started {began} 10.0 s ago and does not")
+    assert said[0].startswith(
+        f"no rank waits in a call. rank 0 (pid 100): it started {began} 10.0 s ago and does"
+    )
     assert said[1:] == [yet]
     behind, ahead = ({"replicate": GroupSeen((0, 1), last)} for last in (5, 6))
     started[1] = replace(recording(1, other, call("barrier", 6, 98)), groups=ahead)
@@ -331,7 +337,7 @@ def test_jobs_do_not_mix_and_idle_ranks_are_told() -> None:
     lines = recorder.explain([one, other])
     assert lines[0] == "job a (rank 0):" and "rank 1 has no recorder" in lines[1]
     assert lines[2] == "job b (rank 1):" and lines[3].startswith(
-        "no rank waits in a call. rank 1: its last call"
+        "no rank waits in a call. rank 1 (pid 101): its last call"
     )
     assert recorder.explain([]) == []
 

@@ -15,7 +15,7 @@ def explain(recordings: Iterable[Recording]) -> list[str]:
     calls that were started and nobody waits for yet.
 
     E.g. "all_reduce number 812 on group replicate (ranks 0-3): ranks 0, 1, 3 wait since 12.4 s; rank 2 is not
-    in it: its last call was broadcast number 811 on group replicate (left 13.0 s ago)".
+    in it (pid 102): its last call was broadcast number 811 on group replicate (left 13.0 s ago)".
     Ranks are global ranks. A job in which no rank waits gets one line that says so.
     """
     jobs: dict[str, dict[int, Recording]] = {}
@@ -46,7 +46,9 @@ def _explain_job(by_rank: dict[int, Recording]) -> list[str]:
     direct.sort(key=lambda item: item[:2])
     lines += [_explain_direct(rank, call, by_rank) for _, rank, call in direct if _waits(call)]
     if not lines:
-        last = "; ".join(f"rank {rank}: {_last(by_rank[rank])}" for rank in sorted(by_rank))
+        last = "; ".join(
+            f"rank {rank}{_state(by_rank[rank])}: {_last(by_rank[rank])}" for rank in sorted(by_rank)
+        )
         lines.append(f"no rank waits in a call. {last}")
     lines += [_explain_started(open_, by_rank) for key, open_ in collectives.items() if key not in waited]
     return lines + [_explain_started({rank: call}, by_rank) for _, rank, call in direct if not _waits(call)]
@@ -127,8 +129,9 @@ def _last(recording: Recording) -> str:
 
 
 def _state(recording: Recording) -> str:
+    """Its process, which the launcher's output does not name, and what holds that."""
     words = _STATES.get(recording.process_state)
-    return f" (pid {recording.pid}, {words})" if words else ""
+    return f" (pid {recording.pid}, {words})" if words else f" (pid {recording.pid})"
 
 
 def _members(group: str, by_rank: dict[int, Recording]) -> tuple[int, ...]:

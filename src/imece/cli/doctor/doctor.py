@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from imece.cli.doctor.rank import COLLECTIVES
 from imece.cli.options import parse
 from imece.collectives import recording, who_waits
 from imece.errors import UserError
+from imece.launch.processes import catches
 from imece.system.control_groups import free_threads, usable_cores
 from imece.system.open_files import allow_open_files, check_proc
 from imece.world import BACKEND, SCHEDULE
@@ -177,6 +179,8 @@ def _attach(pid: int, as_json: bool) -> int:
     else:
         for line in lines:
             print(line.replace("; ", "\n  "))  # a line each for what is said of a rank
+        if any(catches(each.pid, signal.SIGUSR1) for each in found):  # it would end one that does not
+            print("kill -USR1 PID: that rank prints its stacks among its output, and goes on")
     return 0
 
 
