@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -21,12 +22,14 @@ import pytest
 
 from imece.cli.main import main
 from imece.launch.crew import Crew
+from imece.launch.processes import die_with_parent
 from imece.store import serve
 from imece.system.open_files import LAUNCH
 from tests.launch.launcher import LIMIT_S, Launcher, Outcome, run_launch
 from tests.train.command import in_fork, launched
 
 Script = Callable[[str], Path]
+_NEW_PIDS, _NEW_MOUNTS = 0x20000000, 0x00020000  # of unshare(2)
 
 
 @pytest.fixture
@@ -704,3 +707,40 @@ def test_signals_wait_for_a_rank_that_is_to_listen(listens: bool) -> None:
         command = ["sh", "-c", "kill -INT $$; kill -TERM $$; exit 7"]
         rank = crew.start(0, 0, command, os.environ, direct=True, listens=listens)
         assert rank.popen.wait(20) == (7 if listens else -signal.SIGINT)
+
+
+ORPHANS = """
+import os, subprocess, sys, time
+ended = subprocess.run(["sh", "-c", "sh -c 'echo $$' &"], stdout=subprocess.PIPE, check=True).stdout
+deadline = time.monotonic() + 60
+while os.path.exists(f"/proc/{int(ended)}") and time.monotonic() < deadline:
+    print("ended", flush=True)  # the launcher wakes to pass it on
+    time.sleep(0.1)
+print("left" if os.path.exists(f"/proc/{int(ended)}") else "reaped", "by", os.getppid())
+"""
+
+
+def as_process_1(argv: list[str]) -> int:
+    """`main(argv)` in namespaces of processes and mounts, as in a container."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(_NEW_PIDS | _NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
+    if (child := os.fork()) > 0:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        die_with_parent(0)  # the parent's number out there
+        for mount in ("--make-rprivate /", "-t proc proc /proc"):
+            subprocess.run(["mount", *mount.split()], check=True)
+        os._exit(main(argv))
+    finally:
+        os._exit(70)
+
+
+def test_process_1_reaps_what_ranks_leave(tmp_path: Path) -> None:
+    """In a container, all that loses its parent becomes the launcher's child."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--pid", "--mount", "true"], check=False).returncode:
+        pytest.skip("namespaces need root and unshare")
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    argv = ["launch", "--ranks", "1", str(tmp_path / "orphans.py")]
+    with Launcher(call=lambda: as_process_1(argv)) as launcher:
+        outcome = launcher.wait()
+    assert outcome.status == 0 and "reaped by 1" in outcome.out, outcome

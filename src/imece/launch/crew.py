@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imece.launch.output import RankOutput
-from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group
+from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group, reap_adopted
 from imece.launch.relay import Relay
 from imece.launch.signals import ENDING, NOTICES, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
@@ -74,6 +74,7 @@ class Crew:
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector, logs, lambda: self._heard(signal.SIGPIPE))
         self._signalled_s: float | None = None  # when the first signal came, or a reader of our output went
+        self._is_process_1 = os.getpid() == 1
         self._leaderless: list[Process] = []  # processes whose group leader has ended; part of the living
         self._news: list[int] = []
         self._signals: list[int] = []
@@ -240,6 +241,8 @@ class Crew:
                 self._relay.handle(key)
         self._look_at_leaderless()
         self._relay.hold_back()
+        if self._is_process_1:
+            reap_adopted({each.pid for each in (*self.living.values(), *self.ended.values())})
 
     def _look_at_leaderless(self) -> None:
         for process in list(self._leaderless):

@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +30,20 @@ def die_together(pipe: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def reap_adopted(own: Collection[int]) -> None:
+    """Reap children that have ended and nobody waits for, but not the `own`, which somebody does.
+
+    In a container the launcher is process 1, and gets all that lose their parent: a dead rank's workers, what
+    a script has left in the background. Unreaped they would count as processes of the container for ever.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is no child
+        # One of its own that has ended hides the others until it is reaped.
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def catches(pid: int, number: int) -> bool:
