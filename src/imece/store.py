@@ -30,7 +30,9 @@ if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
     import torch.distributed as dist
 
 MESSAGE_LIMIT_BYTES = 16_384
-NO_MORE = "no more processes or threads may be started here: raise the limit (ulimit -u, docker --pids-limit)"
+NO_MORE = (
+    "no more processes or threads may be started here: raise the limit (ulimit -u or -v, docker --pids-limit)"
+)
 """What to say after EAGAIN, whose own words are "Resource temporarily unavailable"."""
 _FINISHED = "imece/finished/{}"  # by torchrun's restart count
 _POLL_S = 0.02

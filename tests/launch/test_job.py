@@ -47,7 +47,7 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(clock: Clock) -> No
         ours.on_time(clock.now)
     assert host.said[1:] == [
         "imece: cannot start a replacement for rank 1: no more processes or threads may be started here: "
-        "raise the limit (ulimit -u, docker --pids-limit); tried again in 30 s"
+        "raise the limit (ulimit -u or -v, docker --pids-limit); tried again in 30 s"
     ]
     assert ours.next_time() < 31.0
     host.full = False
