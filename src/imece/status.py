@@ -95,9 +95,7 @@ def tell_closed(store: dist.Store, member: int) -> None:
 def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], None]:
     """If an exception ends this process, report it before the usual traceback is printed.
 
-    store: asked for then; it may raise OSError, RuntimeError or ValueError.
-    If the error is one of imece's, or only says that another rank is gone, the traceback leaves out the
-    frames of imece and torch: where the program stands and the message say it all, and many ranks print them.
+    store: asked for then; it may raise OSError, RuntimeError or ValueError. See `traceback_to_show`.
     Returns a function that ends the reporting. In a forked copy of the process nothing is reported.
     """
     before, pid = sys.excepthook, os.getpid()
@@ -110,9 +108,8 @@ def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], 
         except (OSError, RuntimeError, ValueError) as gone:  # the launcher ended first, or is not where
             # the environment says; the traceback is all there is
             print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
-        if failure.because_of_peer or isinstance(error, CollectiveError | UserError):
-            trace = error.__traceback__ = _of_the_program(trace)
-        before(kind, error, trace)
+        error.__traceback__ = traceback_to_show(error, failure, trace)
+        before(kind, error, error.__traceback__)
 
     def stop() -> None:
         if sys.excepthook is hook:  # else someone has wrapped ours
@@ -120,6 +117,17 @@ def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], 
 
     sys.excepthook = hook
     return stop
+
+
+def traceback_to_show(
+    error: BaseException, failure: Failure, trace: TracebackType | None
+) -> TracebackType | None:
+    """`trace` as people see it. That of an error of imece's, or of one that only says that another rank is
+    gone, is without the frames of imece and torch: where the program stands and the message say it all, and
+    many ranks print them."""
+    if failure.because_of_peer or isinstance(error, CollectiveError | UserError):
+        return _of_the_program(trace)
+    return trace
 
 
 def _of_the_program(trace: TracebackType | None) -> TracebackType | None:

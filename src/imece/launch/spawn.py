@@ -345,8 +345,9 @@ def _run_rank(
         # copy notices.
         bad_copy = torch.cuda._is_in_bad_fork() and "forked subprocess" in str(raised)
         error = _cannot_be_copied(call.load()[0]) if bad_copy else raised
-        trace = "".join(traceback.format_exception(error))
-        note = {"failure": asdict(status.describe(error)), "traceback": trace}
+        failure = status.describe(error)
+        error.__traceback__ = status.traceback_to_show(error, failure, error.__traceback__)
+        note = {"failure": asdict(failure), "traceback": "".join(traceback.format_exception(error))}
         message = _FAILURE + json.dumps(note).encode()
     with open(os.dup(writer.fileno()), "wb", buffering=0) as pipe:
         for part in (len(message).to_bytes(_LENGTH_BYTES, "big"), message):
