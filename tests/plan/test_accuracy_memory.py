@@ -61,7 +61,6 @@ def test_what_ran_in_llm_foundry_fits() -> None:
 
 def test_the_other_tables() -> None:
     assert summary(accuracy_memory.rows("torchtitan_memory")).mape <= 0.01
-    assert max(abs(row.error) for row in accuracy_memory.rows("torchtitan_float8_memory")) <= 0.07
     limits = {"gpt": (140, 0.07), "bert": (7, 0.05), "moe": (20, 0.2), "mixtral": (2, 0.15)}
     for family, (least, mape) in limits.items():
         found = summary(accuracy_memory.rows(f"megatron_ci_{family}"))

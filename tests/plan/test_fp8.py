@@ -265,5 +265,5 @@ def test_published_steps_in_fp8() -> None:
 def test_published_memory_in_fp8() -> None:
     rows = accuracy_memory.rows("torchtitan_float8_memory")
     assert len(rows) == 7 and all(row.held_out for row in rows)
-    assert sum(abs(row.error) < 0.07 for row in rows) == 6
+    assert all(abs(row.error) < 0.07 for row in rows)
     assert rows[0].predicted == accuracy_memory.rows("torchtitan_memory")[1].predicted
