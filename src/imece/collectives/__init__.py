@@ -3,6 +3,7 @@
 ops, messages                    the public calls
 calls, pending, given_up         how a call is carried out, what async_op=True returns, and how a wait ends
 native, reduction                torch's own collectives; what each reduction means for a dtype
+in_order                         what a program calls of torch comes behind what it began before
 schedules, execute               collectives as lists of sends, receives and sums
 over_hosts, hierarchical         calls over hosts, in lanes; their stages are in hierarchical_chunk
 wire, wire_formats               in bf16 or int8, summed in fp32

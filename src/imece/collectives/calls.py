@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imece import mesh, moments
-from imece.collectives import checks, pending, recorder
+from imece.collectives import checks, in_order, pending, recorder
 from imece.collectives.fingerprint import Announced
 from imece.collectives.given_up import Waitable
 from imece.collectives.pending import Handed, Pending, at_once, drain, in_background, without_gradients
@@ -57,6 +57,7 @@ def finish() -> None:
 
 
 moments.before_closing.append(finish)
+in_order.install()
 
 
 def in_shared_memory(group: dist.ProcessGroup, tensor: torch.Tensor | None) -> TypeGuard[SharedMemoryGroup]:

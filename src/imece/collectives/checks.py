@@ -41,7 +41,7 @@ from imece.collectives import fingerprint as fp
 from imece.collectives import recorder
 from imece.collectives.companions import Companions, companions
 from imece.collectives.given_up import Sliced, Waitable
-from imece.collectives.pending import make_groups, without_gradients
+from imece.collectives.pending import make_groups, start_calls_here, without_gradients
 from imece.collectives.recording import text_of
 from imece.collectives.rollcall import RollCall
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -255,6 +255,7 @@ class Checker:
         return self.failure
 
     def _run(self) -> None:
+        start_calls_here()
         while (work := self._queue.get()) is not None:
             work._run()
             del work  # else it, and its tensors, would be kept until the next one comes
@@ -292,6 +293,13 @@ def checker(group: dist.ProcessGroup) -> Checker | None:
     found = _checkers.get(group.group_name)
     # Group names come again after destroy_process_group(); the group object does not.
     return found if found is not None and found.group is group else None
+
+
+def wait_started(group: dist.ProcessGroup) -> None:
+    """Wait until all calls that were begun on this group have started. It may have no name."""
+    for found in list(_checkers.values()):
+        if found.group is group and found.last is not None:
+            found.last.started.wait()
 
 
 def start_all(patience_s: float) -> None:

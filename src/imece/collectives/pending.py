@@ -228,9 +228,20 @@ class Task:
 
 class _Here(threading.local):
     task: Task | None = None  # the task that this thread runs
+    starts_calls = False
 
 
 _here = _Here()
+
+
+def start_calls_here() -> None:
+    """From now on this thread starts what others have begun."""
+    _here.starts_calls = True
+
+
+def starts_calls() -> bool:
+    """Whether this thread starts what others have begun, and must not wait until that has started."""
+    return _here.starts_calls
 
 
 class _Server:
@@ -243,6 +254,7 @@ class _Server:
         self.thread.start()
 
     def _serve(self) -> None:
+        start_calls_here()
         while (task := self.tasks.get()) is not None:
             task.execute()
             with _lock:
@@ -279,11 +291,9 @@ def at_once(run: Callable[[], object], *groups: dist.ProcessGroup) -> Task:
 
 def drain(*groups: dist.ProcessGroup) -> None:
     """Wait until no background task uses any of these groups any more."""
-    if not unfinished:
+    if not unfinished or starts_calls():
         return
     with _lock:
-        if threading.current_thread() in [each.thread for each in _servers.values()]:
-            return
         waiting = [task for task in unfinished if any(group in task.groups for group in groups)]
     for task in waiting:
         task.settled()

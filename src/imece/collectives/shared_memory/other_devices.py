@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
+
+_owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def owner_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of "shm" for whose other devices this group was made; any other group itself."""
+    known = _owners.get(group)
+    return (known() if known is not None else None) or group
 
 
 class OtherDevices:
@@ -32,6 +43,7 @@ class OtherDevices:
         found = self._groups.get(device.type)
         if found is None:
             found = self._groups[device.type] = self._make(device.type, owner)
+            _owners[found] = weakref.ref(owner)
         return found
 
     @property
