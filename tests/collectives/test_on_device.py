@@ -125,9 +125,7 @@ def test_a_thread_that_launches_for_another_has_its_device(on_gpu: Streams) -> N
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_checked_call_is_launched_behind_its_place(beside: bool, on_gpu: Streams) -> None:
     checker = SimpleNamespace(is_nccls=lambda device: beside)
-    check: Any = SimpleNamespace(
-        _gather=lambda deadline: on_gpu.told.append("all have come"), _checker=checker
-    )
+    check: Any = SimpleNamespace(_gather=lambda: on_gpu.told.append("all have come"), _checker=checker)
     work = checks.CheckedWork(check, lambda: on_gpu.told.append(f"launched on {on_gpu.now().name}"), CUDA)
     on_gpu.told.append("the caller goes on")
     work._run()
