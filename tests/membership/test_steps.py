@@ -279,6 +279,9 @@ class Played:
     can_change = False
     rank, world_size, device = 0, 1, torch.device("cpu")
 
+    def coordinate(self, axis: str) -> int:
+        return 0
+
 
 def carried(
     monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer, also: list[Any]

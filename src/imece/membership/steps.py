@@ -97,6 +97,7 @@ def steps(
     seed: of random draws in the steps from torch's generators, of the CPU and of this rank's device; by
     default the one that the script gave to torch.manual_seed. Each step seeds them anew, from the seed, the
     step's number and the rank: so a step that is made again, and a run that begins at `start`, draw the same.
+    Ranks along the axis "tensor" draw what the first of them does.
 
     Under `imece launch` dead ranks are replaced. Under other launchers (torchrun, srun) the loop is a plain
     one: a rank that dies ends the job, and rank 0 says so at the beginning. The mesh of imece.init(), the
@@ -118,7 +119,8 @@ def steps(
     first = torch.initial_seed() if seed is None else seed
 
     def begin(index: int) -> None:
-        begin_draws(first, index, mesh.rank, mesh.device)
+        # The ranks of a tensor group, which are neighbours, compute the same, and have to drop the same.
+        begin_draws(first, index, mesh.rank - mesh.coordinate("tensor"), mesh.device)
 
     if not keeps_roster(mesh):
         say_unwatched(mesh)
