@@ -54,6 +54,17 @@ class Net(nn.Module):
         return torch.as_tensor(self.head(x))
 
 
+class Drops(nn.Module):
+    """Drops where all ranks have the same, by no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(self.up(x)), 0.5, self.training)
+
+
 NET_PLAN = {
     "wide*": "column", "narrow": "row", "norm": "sequence", "start": "scatter", "head": "vocab"
 }  # fmt: skip
@@ -362,11 +373,19 @@ def refused() -> list[str]:
     parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # of positions, from outside
     imece.tensor_parallel(parts, mesh, plan={"0": "column", "1": "row"}, sequence=True)
     assert parts(numbers[None]).shape == (1, 2, 4)
-    drops = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    drops = Drops()
+    imece.tensor_parallel(drops, mesh, plan={"up": "column", "down": "row"})
     torch.manual_seed(mesh.rank)
-    refuse(lambda: imece.tensor_parallel(drops, mesh, plan={"0": "column"}))
+    drops.eval()(torch.ones(2, 4))  # draws nothing
+    refuse(lambda: drops.train()(torch.ones(2, 4)))
     torch.manual_seed(7)
-    imece.tensor_parallel(drops, mesh, plan={"0": "column"})
+    drops(torch.ones(2, 4))
+    drops(torch.ones(2, 4))
+    if mesh.rank == 0:
+        torch.rand(1)  # what an evaluation on one rank alone does
+    refuse(lambda: drops(torch.ones(2, 4)))
+    pipeline = imece.Pipeline(nn.Sequential(drops), mesh, micro_batches=2, loss=lambda y, _: y.sum())
+    refuse(lambda: pipeline.step(torch.ones(2, 4), torch.ones(2, 4)))
     return said
 
 
@@ -386,7 +405,9 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
             "different inputs, and need the same: take share mesh.batch_rank of mesh.batch_ranks",
             "different inputs, and need the same",
             "0 was divided along the axis tensor, and now is in a Sequential",
-            "would not drop the same: call torch.manual_seed(number)",
+            "forward 1: the ranks of a tensor group drew different random numbers",
+            "forward 4: the ranks of a tensor group drew different random numbers",
+            "step 1: the ranks of a tensor group drew different random numbers",
         ),
         strict=True,
     ):

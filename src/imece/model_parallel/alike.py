@@ -1,4 +1,4 @@
-"""Checks that ranks which divide a model or its sequences read the same data.
+"""Checks that ranks which divide a model or its sequences read the same data, and draw the same.
 
 Data parallelism gives each rank other data. Here that would add up to sums without meaning, and nobody would
 notice.
@@ -38,6 +38,54 @@ def check_alike(content: str, group: dist.ProcessGroup, device: torch.device, ax
             f"the ranks of a {axis} group have different inputs, and need the same: take share "
             "mesh.batch_rank of mesh.batch_ranks of the data, as imece.DistributedSampler does"
         )
+
+
+class Draws:
+    """Whether the ranks of a tensor group draw the same random numbers for what all of them compute, such as
+    a dropout between divided layers. Else they go on with other activations, and what is whole on each rank,
+    as norms and biases are, parts.
+
+    Looked at when it is the 1st, 2nd, 4th, 8th ... time: ranks that have parted once do not meet again.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+        """what: that may draw: forward or step."""
+        self._group, self._device, self._what = group, device, what
+        self._times = 0
+        self._before: str | None = None
+
+    @torch._disable_dynamo(recursive=True)
+    def begin(self) -> None:
+        """What may draw begins."""
+        self._times += 1
+        looks = self._times.bit_count() == 1 and not _is_captured(self._device)
+        self._before = self._state() if looks else None
+
+    @torch._disable_dynamo(recursive=True)
+    def end(self) -> None:
+        """UserError, on all ranks, if they have drawn since `begin`, from other states."""
+        before, self._before = self._before, None
+        if before is None or before == self._state():
+            return
+        said = gather_texts([before], self._group, self._device, "random states of a tensor group")
+        if len({text for (text,) in said}) > 1:
+            raise UserError(
+                f"{self._what} {self._times}: the ranks of a tensor group drew different random numbers, for "
+                "dropout say, where they compute the same: call torch.manual_seed(number) with one number "
+                "for all of them, such as seed + mesh.batch_rank, and let what one rank alone draws come "
+                "from a torch.Generator of its own"
+            )
+
+    def _state(self) -> str:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return hashlib.sha256(b"".join(each.numpy().tobytes() for each in states)).hexdigest()
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made, in which nobody may ask for the generator's state."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _content(tensor: Tensor) -> str:

@@ -23,7 +23,7 @@ from imece import mesh as meshes
 from imece.collectives import ops, waited
 from imece.listing import ends_of
 from imece.mesh import Mesh
-from imece.model_parallel.alike import check_alike, content_of, plain_tensors
+from imece.model_parallel.alike import Draws, check_alike, content_of, plain_tensors
 from imece.model_parallel.cutting import Part, Place, Values, dealt_by, names_in, pieces_of
 from imece.model_parallel.schedules import Loss, Mark, Moment, Span, StageError, check_loss, check_schedule
 from imece.model_parallel.shared import Shared, connect
@@ -92,6 +92,7 @@ class Pipeline:
         self._mine = list(range(rank, stages, size))
         self._check_parts(size)
         self._compared = False  # the ranks' first batches
+        self._draws = Draws(mesh.group("tensor"), mesh.device, "step") if mesh.size("tensor") > 1 else None
         self.marks: list[Mark] = []
         """What this rank did in the latest step or evaluation; the next one starts a new list."""
         self.part = Part({name: each for at in self._mine for name, each in self._named[at].items()})
@@ -125,10 +126,10 @@ class Pipeline:
 
         Inside `part.no_sync()` gradients stay on their rank, and the next step outside adds to them.
 
-        UserError if the ranks' first batches differ. ValueError if the micro-batches do not divide the batch,
-        or if a stage became wholly frozen, or no longer is, since construction. RuntimeError for an error in
-        a stage, with the stage's name, and if nobody called `parallelize` although other ranks have this part
-        too.
+        UserError if the ranks' first batches differ, or what ranks along "tensor" draw at random. ValueError
+        if the micro-batches do not divide the batch, or if a stage became wholly frozen, or no longer is,
+        since construction. RuntimeError for an error in a stage, with the stage's name, and if nobody called
+        `parallelize` although other ranks have this part too.
         """
         self._check_wrapped()
         self._check_frozen()
@@ -140,7 +141,11 @@ class Pipeline:
             wrapper()
             if reduces:
                 wrapper.reducer.begin_several()
+        if self._draws is not None:
+            self._draws.begin()
         loss = self._run(values, targets, begins, train=True)
+        if self._draws is not None:
+            self._draws.end()
         if reduces:
             self._shared.sum()
             if wrapper is not None:

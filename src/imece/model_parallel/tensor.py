@@ -7,22 +7,20 @@ ordinary parameters.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.tensor import DTensor
 
 from imece import mesh as meshes
 from imece.collectives import ops
-from imece.collectives.texts import gather_texts
 from imece.errors import UserError
 from imece.listing import kind_of
 from imece.mesh import Mesh
+from imece.model_parallel.alike import Draws
 from imece.model_parallel.boundary import Boundary
 from imece.model_parallel.divided import Divided, divided_parameters, is_divided
 from imece.model_parallel.layers import begins_parts, dims_of, divide, is_head
@@ -76,7 +74,7 @@ def tensor_parallel(
     UserError, on all ranks, for: a plan that names no module, or one that cannot be divided so; sizes that
     the number of ranks does not divide; divided_logits with a plan that divides no head; a tied parameter
     that would be divided in one place only; a model that is already wrapped or divided, or on the meta
-    device; dropout while the ranks' random states differ.
+    device. In forward for inputs that differ between the ranks, and random draws, as of dropout, that do.
     """
     arranged = meshes.chosen(mesh)
     ranks = arranged.size("tensor")
@@ -87,7 +85,6 @@ def tensor_parallel(
     if ranks == 1:
         return model
     group = arranged.group("tensor")
-    _check_dropout(model, group, arranged.device)
     for name, each in [*model.named_parameters(), *model.named_buffers()]:
         ops.broadcast(each.data, 0, group=group, label=name)
     boundary = Boundary(arranged.device_mesh["tensor"], sequence=sequence, divided_logits=divided_logits)
@@ -97,6 +94,7 @@ def tensor_parallel(
     divided = [name for name, (_, kind) in chosen.items() if dims_of(kind)]
     whole = not sequence or any(begins_parts(*each) for each in chosen.values())  # else it gets positions
     _watch_first(model, divided, boundary if whole else None)
+    _watch_draws(model, Draws(group, arranged.device, "forward"))
     if isinstance(model, Transformer):
         if sequence:
             model.register_forward_pre_hook(_refuse_parts, with_kwargs=True)
@@ -119,23 +117,6 @@ def _check(model: nn.Module) -> None:
             raise UserError(
                 f"tensor_parallel: {name} is on the meta device: give the model memory and values first"
             )
-
-
-def _check_dropout(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """UserError if there is dropout while random states differ: layers that are whole on each rank must drop
-    the same."""
-    if not any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p for each in model.modules()):
-        return
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    mine = hashlib.sha256(b"".join(each.numpy().tobytes() for each in states)).hexdigest()
-    if len({said for (said,) in gather_texts([mine], group, device, "random states")}) > 1:
-        raise UserError(
-            "tensor_parallel: this model has dropout, and the ranks of a tensor group would not drop the "
-            "same: call torch.manual_seed(number) with one number for all of them, such as "
-            "seed + mesh.batch_rank"
-        )
 
 
 def _watch_first(model: nn.Module, divided: list[str], boundary: Boundary | None) -> None:
@@ -162,6 +143,21 @@ def _check_call(module: nn.Module, unseen: list[str], boundary: Boundary | None,
     unseen.clear()
     if boundary is not None:
         boundary.check_same(given)
+
+
+def _watch_draws(model: nn.Module, draws: Draws) -> None:
+    """A pipeline, which never calls the model's forward, looks itself."""
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training:
+            draws.begin()
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if module.training:
+            draws.end()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end)
 
 
 def _refuse_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
