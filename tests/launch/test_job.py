@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,13 +14,14 @@ from imece.launch.host import CannotStart, Start
 from imece.launch.job import Job
 from imece.membership.roster import Generation
 from imece.status import Failure
-from tests.launch.hosts.cluster import Clock, FakeHost
+from tests.clock import Clock
+from tests.launch.hosts.cluster import FakeHost
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(job, "time", clock)
     return clock
 
 

@@ -24,6 +24,7 @@ from imece.membership.aborting import Aborting, device_backends
 from imece.membership.member import Member, is_peer_gone
 from imece.membership.roster import Generation
 from imece.system import connections
+from tests.clock import Clock
 from tests.meshes import FakeMesh
 
 GPU = torch.device("cuda")
@@ -132,8 +133,8 @@ def test_a_member_aborts_when_others_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or cannot be reached; and not when one is taken in: all come to the border between two steps then."""
-    now = [100.0]
-    monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = Clock(100.0)
+    monkeypatch.setattr(member, "time", clock)
     monkeypatch.setattr(connections, "cut", lambda: 0)
     roster = SimpleNamespace(since=lambda number: [Generation(number + 1, members, lost)])
     own = SimpleNamespace(
@@ -141,7 +142,7 @@ def test_a_member_aborts_when_others_are_given_up(
     )
     for _ in range(3):
         Member._cut_off(cast(Member, own), cast(Any, roster))
-        now[0] += 0.9
+        clock.sleep(0.9)
     assert waiting.ended.wait(10 if gone else 0.05) is gone
     if gone:
         with pytest.raises(PeerLostError):

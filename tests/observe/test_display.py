@@ -16,18 +16,9 @@ from rich.console import Console
 from imece.observe.display import Display
 from imece.observe.units import duration, gigabytes, megabytes, milliseconds, si
 from imece.observe.visible import visible
+from tests.clock import Clock
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def console(
@@ -81,7 +72,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 
 def run(display: Display, clock: Clock, steps: range, step_s: float = 0.25, **more: Any) -> None:
     for step in steps:
-        clock.now_s += step_s
+        clock.sleep(step_s)
         display.step(record(step, step_s=step_s, **more))
 
 
@@ -140,7 +131,7 @@ def test_nothing_invisible_is_left() -> None:
 )
 def test_a_narrow_terminal_has_fewer_fields_on_one_line(width: int, shown: str) -> None:
     out, clock = console(width), Clock()
-    with Display(800, console=out, clock=clock) as display:
+    with Display(800, console=out, clock=clock.monotonic) as display:
         display.start(0)
         run(display, clock, range(1, 4), val_loss=3.5)
     *_, line, empty = screen(written(out))
@@ -152,7 +143,7 @@ def test_a_narrow_terminal_has_fewer_fields_on_one_line(width: int, shown: str) 
 @pytest.mark.parametrize("width", range(40, 121, 8))
 def test_fields_do_not_come_and_go_with_a_digit(width: int) -> None:
     out, clock = console(width), Clock()
-    display = Display(800, console=out, clock=clock)
+    display = Display(800, console=out, clock=clock.monotonic)
     display.start(0)
     run(display, clock, range(1, 3), mfu=0.1, val_loss=3.0)
     shown = set()
@@ -165,7 +156,7 @@ def test_fields_do_not_come_and_go_with_a_digit(width: int) -> None:
 
 def test_steps_between_two_drawings_write_nothing() -> None:
     out, clock = console(), Clock()
-    display = Display(800, console=out, clock=clock)
+    display = Display(800, console=out, clock=clock.monotonic)
     display.start(0)
     before = written(out)
     run(display, clock, range(1, 100), step_s=0.001)
@@ -177,7 +168,7 @@ def test_steps_between_two_drawings_write_nothing() -> None:
 
 def test_the_line_shows_recent_means_and_the_time_that_is_left() -> None:
     out, clock = console(), Clock()
-    display = Display(1000, console=out, clock=clock)
+    display = Display(1000, console=out, clock=clock.monotonic)
     display.start(0)
     run(display, clock, range(1, 2), step_s=50.0, loss=9.0)  # the first step: compiled, not like the others
     run(display, clock, range(2, 61), step_s=0.5, loss=2.0)
@@ -194,7 +185,7 @@ def test_the_line_shows_recent_means_and_the_time_that_is_left() -> None:
 
 def test_a_line_of_one_rank_says_nothing_of_communication() -> None:
     out, clock = console(), Clock()
-    with Display(10, console=out, clock=clock) as display:
+    with Display(10, console=out, clock=clock.monotonic) as display:
         display.start(0)
         run(display, clock, range(1, 3), exposed_s=0.0)
     assert "exposed" not in written(out)
@@ -202,7 +193,7 @@ def test_a_line_of_one_rank_says_nothing_of_communication() -> None:
 
 def test_notes_come_above_the_line() -> None:
     out, clock = console(), Clock()
-    with Display(800, console=out, clock=clock) as display:
+    with Display(800, console=out, clock=clock.monotonic) as display:
         display.note("before the start")
         display.start(0)
         run(display, clock, range(1, 3))
@@ -223,7 +214,7 @@ def test_notes_come_above_the_line() -> None:
 
 def test_without_a_terminal_there_are_plain_lines_now_and_then() -> None:
     out, clock = console(40, terminal=False), Clock()
-    with Display(100, console=out, clock=clock) as display:
+    with Display(100, console=out, clock=clock.monotonic) as display:
         display.header([("imece train", ""), ("run", "runs/small " + 20 * "and so on "), ("data", "text")])
         display.start(0)
         run(display, clock, range(1, 51), step_s=0.2)
@@ -247,7 +238,7 @@ def test_what_is_under_way_is_said_where_nothing_shows_it(terminal: bool) -> Non
 
 def test_a_run_that_goes_on_counts_from_where_it_is() -> None:
     out, clock = console(terminal=False), Clock()
-    with Display(105, console=out, clock=clock) as display:
+    with Display(105, console=out, clock=clock.monotonic) as display:
         display.start(95)
         run(display, clock, range(96, 106))
     assert [line.split()[1] for line in written(out).splitlines()] == ["96/105", "100/105", "105/105"]
@@ -256,7 +247,7 @@ def test_a_run_that_goes_on_counts_from_where_it_is() -> None:
 def test_no_color_and_dumb_terminals_are_respected() -> None:
     for term, no_color in (("xterm-256color", "1"), ("dumb", "")):
         out, clock = console(term=term, no_color=no_color), Clock()
-        with Display(10, console=out, clock=clock) as display:
+        with Display(10, console=out, clock=clock.monotonic) as display:
             display.start(0)
             run(display, clock, range(1, 11), val_loss=3.0, skipped="")
             display.done([("done", "10 steps")], None, [])

@@ -15,32 +15,29 @@ from imece.collectives.fingerprint import pack
 from imece.collectives.shared_memory import SharedMemoryGroup, waiting
 from imece.collectives.shared_memory.waiting import Operation, Patience
 from imece.errors import CollectiveError, CollectiveTimeoutError
+from tests.clock import Clock
 
 
 def test_the_time_for_which_all_were_stopped_is_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by `docker pause`, or when SLURM suspends a job."""
-    now = [1000.0]
-
-    def sleep(seen: int, limit_s: float) -> None:
-        now[0] += limit_s
-
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = Clock(1000.0)
+    monkeypatch.setattr(waiting, "time", clock)
     board: Any = SimpleNamespace(
         rank=0, crowded=True, others=[1], words=[[0] * 8] * 2, peers=[SimpleNamespace(pid=7)] * 2,
-        names=[0, 1], bell=lambda: 0, sleep=sleep, dead=list,
+        names=[0, 1], bell=lambda: 0, sleep=lambda seen, limit_s: clock.sleep(limit_s), dead=list,
     )  # fmt: skip
     steps: Any = iter(())
     barrier = Operation(steps, pack("barrier", "", None, 0), lambda: "number 3", lambda: [1])
     patience = Patience(board, 60.0, hot=False)
-    while now[0] < 1030:
+    while clock.now < 1030:
         patience.wait([barrier])
-    now[0] += 3600
-    while now[0] < 4650:
+    clock.sleep(3600)
+    while clock.now < 4650:
         patience.wait([barrier])
     with pytest.raises(CollectiveTimeoutError, match="rank 0 waited 60 s for rank 1"):
-        while now[0] < 4700:
+        while clock.now < 4700:
             patience.wait([barrier])
-    assert 4655 < now[0] < 4665
+    assert 4655 < clock.now < 4665
 
 
 def test_a_call_begins_while_another_thread_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

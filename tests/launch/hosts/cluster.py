@@ -18,6 +18,7 @@ from imece.launch.hosts.coordinator import Coordinator
 from imece.launch.hosts.events import Down, Event, Said, Up
 from imece.launch.hosts.here import Here, Plan
 from imece.membership.roster import Generation
+from tests.clock import Clock
 
 RANKS = 2
 
@@ -28,13 +29,6 @@ class Process:
 
     slot: int
     pid: int
-
-
-@dataclass
-class Clock:
-    """The time of all agents."""
-
-    now: float = 0.0
 
 
 class FakeHost:

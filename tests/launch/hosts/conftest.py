@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from imece.launch import job
 from imece.launch.hosts import coordinator, follower, seeker
-from tests.launch.hosts.cluster import Clock, Cluster, Make
+from tests.clock import Clock
+from tests.launch.hosts.cluster import Cluster, Make
 
 
 @pytest.fixture
@@ -16,5 +15,5 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes one, of agents that have started their ranks."""
     clock = Clock()
     for module in (job, coordinator, follower, seeker):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(module, "time", clock)
     return lambda hosts, **limits: Cluster(hosts, clock, **limits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ from imece.errors import UserError
 from imece.launch.generations import Limits
 from imece.launch.hosts import agent
 from imece.launch.hosts.here import Plan
-from tests.launch.hosts.cluster import Clock
+from tests.clock import Clock
 
 
 def test_a_network_and_a_name_that_come_later_are_waited_for(
@@ -30,11 +29,8 @@ def test_a_network_and_a_name_that_come_later_are_waited_for(
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return found
 
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(agent, "time", clock)
     plan = Plan(2, 1, ("localhost", 9), Limits(2), 30.0, 10.0)
     assert agent._own_address(plan) == "127.0.0.1" and asked[-1] == 7.0
     why = "no way from here to localhost:9: Name or service not known"
