@@ -315,7 +315,8 @@ def who_checks() -> list[Any]:
     said = []
     for device in ("cpu", "meta"):  # meta: not the CPU, as a GPU is not
         call = Call("all_reduce", group, torch.zeros(2, device=device), "sum")
-        said += [call._checker() is not None, call._enter() is not None]
+        with call._noted() as token:
+            said += [call._checker() is not None, token is not None]
     meta = torch.device("meta")
     texts = gather_json(group.rank(), group, meta), texts_that_differ([f"{group.rank()}"], group, meta, "")
     return [*said, str(host_device(group, CUDA)), *texts]

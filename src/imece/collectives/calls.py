@@ -6,7 +6,7 @@ Only the shortest way, a synchronous all_reduce in shared memory, passes this fi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -131,8 +131,7 @@ class Call:
         if finish is not None and result is not None:
             check_written(result)
         with without_gradients(result):
-            token = self._enter()
-            try:
+            with self._noted() as token:
                 with waiting:
                     drain(self.group)
                 checker = self._checker()
@@ -149,10 +148,6 @@ class Call:
                         works = checker.sliced_call(works, self._device)
                     elif isinstance(works, list) and self._is_gloos:
                         works = [Handed(each, self.group) for each in works]
-            except BaseException:
-                if token is not None:
-                    recorder.fail(token)
-                raise
             pending = Pending(self.op, result, works if isinstance(works, list) else [works], finish, token)
             return pending.handed_out() if async_op else pending.wait()
 
@@ -166,8 +161,7 @@ class Call:
         """Run what imece does itself, message by message. others: groups that it uses besides its own."""
         if result is not None:
             check_written(result)
-        token = self._enter()
-        try:
+        with self._noted() as token:
             check = self._begun()
 
             def checked() -> None:
@@ -186,10 +180,6 @@ class Call:
                         in_background(checked, self.group, *others, lane=pending.MAIN).wait()
                     else:
                         checked()
-        except BaseException:
-            if token is not None:
-                recorder.fail(token)
-            raise
         if token is not None:
             recorder.leave(token)
         return result
@@ -207,8 +197,7 @@ class Call:
         `offered` for this call, where they lie; nothing unless all of them are in shared memory.
         """
         check_written(result)
-        token = self._enter()
-        try:
+        with self._noted() as token:
             with waiting:
                 checker = self._checker()
                 if offered is not None:
@@ -225,10 +214,6 @@ class Call:
 
             with without_gradients(result):
                 work = in_background(checked, lane=lane)
-        except BaseException:
-            if token is not None:
-                recorder.fail(token)
-            raise
         return Pending(self.op, result, [work], None, token).handed_out()
 
     @property
@@ -274,14 +259,22 @@ class Call:
             return self.group.inline()
         return _NOTHING
 
-    def _enter(self) -> int | None:
-        """The recorder's token; None for calls that shared memory notes itself."""
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[int | None]:
+        """The recorder notes that this rank enters the call, and that it fails if the block raises. Yields
+        its token; None for calls that shared memory notes itself."""
         if in_shared_memory(self.group, self.tensor):
-            return None
-        dtype, shape = (self.tensor.dtype, self.tensor.shape) if self.tensor is not None else (None, ())
-        return recorder.enter(
+            yield None
+            return
+        dtype, shape = self._kind
+        token = recorder.enter(
             self.op, self.group.group_name, dtype, shape, self.reduce_op, self.root, self.label
         )
+        try:
+            yield token
+        except BaseException:
+            recorder.fail(token)
+            raise
 
     def _begun(self) -> checks.Check | None:
         """Tell the other ranks of this call. Returns what to wait for before data moves; None if all
@@ -305,7 +298,9 @@ class Call:
         return checks.checker(self.group) or checks.meet(self.group, f"{self.op} number 1")
 
     def _announced(self) -> Announced:
-        dtype, shape = (
-            (self.tensor.dtype, tuple(self.tensor.shape)) if self.tensor is not None else (None, ())
-        )
-        return Announced(self.op, dtype, shape, self.reduce_op, self.root, self.label, self.way)
+        return Announced(self.op, *self._kind, self.reduce_op, self.root, self.label, self.way)
+
+    @property
+    def _kind(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """The tensor's dtype and shape."""
+        return (None, ()) if self.tensor is None else (self.tensor.dtype, tuple(self.tensor.shape))
