@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,10 +140,11 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
     )
 
 
-def mark_opened(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Note in `environ` that this process is a rank of `world`, for `check_not_opened` in what it starts."""
+def mark_opened(world: World) -> None:
+    """Note in the environment that this process is a rank of `world`, for `check_not_opened` in what it
+    starts."""
     if world.launcher == "torchrun" and (world.world_size > 1 or world.joining):
-        environ[OPENED] = f"{os.getpid()} {world.rank} {_meeting_place(environ)}"
+        os.environ[OPENED] = f"{os.getpid()} {world.rank} {_meeting_place(os.environ)}"
 
 
 def check_not_opened(environ: Mapping[str, str] = os.environ) -> None:

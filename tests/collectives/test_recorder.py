@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -146,12 +145,13 @@ def test_cost() -> None:
     assert best_us < 15, "ten times what it costs on an idle machine"
 
 
-def test_dump() -> None:
-    recorder.leave(recorder.enter("broadcast", "dumped", F32, (4,), "", 0, "w"))
-    text = io.StringIO()
-    recorder.dump(text, last=1)
-    assert "last 1 calls" in text.getvalue()
-    assert "dumped number 1: broadcast from 0 of float32[4] (w)" in text.getvalue()
+def test_dump(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(20):
+        recorder.leave(recorder.enter("broadcast", "dumped", F32, (4,), "", 0, "w"))
+    recorder.dump()
+    head, *calls = capsys.readouterr().err.splitlines()
+    assert head.endswith("last 16 calls") and len(calls) == 16
+    assert calls[-1].endswith("dumped number 20: broadcast from 0 of float32[4] (w)")
 
 
 def test_a_forked_child_has_its_own_recorder() -> None:

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ _RING_AT, _RECORD_BYTES = ring.RING_AT, ring.RECORD_BYTES
 _OP_CODES = {name: code for code, name in enumerate(fp.OPS)}
 _REDUCE_CODES = {name: code for code, name in enumerate(fp.REDUCE_OPS)}
 _MAX_BODIES = 4096
+_DUMPED = 16  # calls that `dump` shows
 _write = ring.RECORD.pack_into
 _now = time.monotonic_ns
 
@@ -187,15 +187,16 @@ def of_this_job() -> list[Recording]:
     return find((_recorder or _create()).recording().job)
 
 
-def dump(file: TextIO | None = None, last: int = 16) -> None:
-    """Print this rank's last calls, newest last, to `file` (standard error)."""
+def dump() -> None:
+    """Print this rank's last calls, newest last, to standard error."""
     recording = (_recorder or _create()).recording()
-    lines = [f"rank {recording.rank} (pid {recording.pid}): last {min(last, len(recording.calls))} calls"]
-    for call in recording.calls[-last:]:
+    calls = recording.calls[-_DUMPED:]
+    lines = [f"rank {recording.rank} (pid {recording.pid}): last {len(calls)} calls"]
+    for call in calls:
         age = f"{recording.age_s(call):.3f} s"
         when = f"{age} ago" if call.end_ns else f"since {age}"
         lines.append(f"  {call.state:7} {when:>18}  {call.group} number {call.number}: {call.what}")
-    print("\n".join(lines), file=file or sys.stderr, flush=True)
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def install_signal() -> None:
