@@ -111,13 +111,14 @@ class Mesh:
         self._check(axes)
         return self._groups.over(partition(axes, self._sizes))
 
-    def batching_group(self, *axes: str) -> dist.ProcessGroup:
-        """As `group`, for torch.distributed.batch_isend_irecv. On GPUs this is another group: before torch
-        2.14 only groups of torch's own class send a batch of messages as one."""
-        group = self.group(*axes)
-        if self.device.type == "cpu" or type(group) is dist.ProcessGroup:
-            return group
-        return self._groups.over(partition(axes, self._sizes), "batches", "nccl")
+    def messages_group(self, *axes: str) -> dist.ProcessGroup:
+        """As `group`, for batches of messages, torch.distributed.batch_isend_irecv's too. Over NCCL this is
+        another group. NCCL runs the calls on a group one after the other, so ranks must begin them in one
+        order; and no check tells when a thread beside may begin a collective among messages, which are not
+        checked. Nor does torch before 2.14 send a batch as one in groups that are not of its own class."""
+        if self.backend != "nccl":
+            return self.group(*axes)
+        return self._groups.over(partition(axes, self._sizes), "messages", "nccl")
 
     @property
     def world_group(self) -> dist.ProcessGroup:

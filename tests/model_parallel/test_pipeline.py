@@ -807,7 +807,7 @@ def with_messages_in_another_group() -> tuple[float, list[bool]]:
         connect = mock.patch.object(pipeline_module, "connect", wraps=shared.connect)
         refused = mock.Mock(side_effect=AssertionError("a message in the group that makes no batches"))
         with (
-            mock.patch.object(Mesh, "batching_group", return_value=messages),
+            mock.patch.object(Mesh, "messages_group", return_value=messages),
             mock.patch.object(SharedMemoryGroup, "send", refused),
             mock.patch.object(SharedMemoryGroup, "recv", refused),
             connect as connected,
@@ -829,17 +829,17 @@ def test_messages_go_where_torch_makes_batches_of_them() -> None:
 def in_a_batch() -> list[float]:
     """What comes from the other rank, in a group for messages of a mesh on GPUs; Gloo plays NCCL."""
     with contextlib.closing(imece.init(TWO)) as mesh:
-        assert mesh.batching_group("pipeline") is mesh.group("pipeline")
+        assert mesh.messages_group("pipeline") is mesh.group("pipeline")
         make, backends = dist.new_group, []
 
         def played(backend: str, **options: Any) -> Any:
             backends.append(backend)
             return make(backend="gloo", **options)
 
-        on_gpu = mock.patch.object(mesh, "device", torch.device("cuda", 0))
+        on_gpu = mock.patch.object(mesh, "backend", "nccl")
         with on_gpu, mock.patch.object(dist, "new_group", played):
-            messages = mesh.batching_group("pipeline")
-            assert messages is mesh.batching_group("pipeline") and backends == ["nccl"]
+            messages = mesh.messages_group("pipeline")
+            assert messages is mesh.messages_group("pipeline") and backends == ["nccl"]
         assert type(messages) is dist.ProcessGroup
         other, came = 1 - mesh.rank, torch.zeros(())
         sent = dist.P2POp(dist.isend, torch.tensor(float(mesh.rank)), other, messages)

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -62,7 +61,7 @@ class ContextParallel:
         self.rank = mesh.coordinate("context")
         self._device = mesh.device
         # A single rank needs no group, and a group keeps connections open.
-        self._mode = _Mode(mesh.group("context"), mesh.device) if self.ranks > 1 else None
+        self._mode = _Mode(mesh) if self.ranks > 1 else None
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """This rank's positions in a sequence of `length`: int64 [length / ranks], ascending.
@@ -128,9 +127,11 @@ class ContextParallel:
 class _Mode(TorchFunctionMode):
     """Passes every call of torch's attention to `_attend`."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.group, self._device = group, device
+        self.group, self._device = mesh.group("context"), mesh.device
+        # Not `group`, in which other threads sum gradients if "context" is the only axis of data.
+        self._ring = mesh.messages_group("context")
         self.attended = False
         self.told = False  # somebody asked for the positions
         self.of_tokens = False  # `part` was given numbers of tokens, which say nothing of positions
@@ -190,7 +191,7 @@ class _Mode(TorchFunctionMode):
             to = torch.get_autocast_dtype(kind)
             query, key, value = query.to(to), key.to(to), value.to(to)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        return ring_attention(query, key, value, self.group, causal=is_causal, scale=scale)
+        return ring_attention(query, key, value, self._ring, causal=is_causal, scale=scale)
 
     def _go_back(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run backward with this mode active. torch runs a function that it hands to a mode without that

@@ -87,7 +87,7 @@ class Pipeline:
         self._pieces, stages = pieces_of(model, seq), size * chunks
         costs = self._pieces.costs
         self._dealt = deal(costs, stages) if cuts is None else dealt_by(cuts, len(costs), stages)
-        self._group, self._messages = mesh.group("pipeline"), mesh.batching_group("pipeline")
+        self._group, self._messages = mesh.group("pipeline"), mesh.messages_group("pipeline")
         self._loss, self._named = loss, [self._pieces.named(which) for which in self._dealt]
         self._mine = list(range(rank, stages, size))
         self._check_parts(size)
