@@ -88,14 +88,16 @@ def test_the_traceback_of_the_first_failing_rank() -> None:
     assert "in raise_value_error" in message and "Traceback" in message
 
 
-def ask_with_a_mistake() -> None:
-    imece.init(ranks=7)
+def differ_in_length() -> None:
+    imece.all_reduce(torch.ones(2 + imece.init().rank))
 
 
 def test_the_traceback_of_an_error_of_imece_is_that_of_the_program() -> None:
-    message = str(failing(ask_with_a_mistake, ranks=2))
-    assert "in ask_with_a_mistake" in message and "UserError: imece.init() was called with" in message
-    assert "opening.py" not in message
+    with pytest.raises(RankFailedError) as caught:
+        spawn(differ_in_length, ranks=2, timeout_s=200)
+    message = str(caught.value)
+    assert "in differ_in_length" in message and "errors.MismatchError: " in message
+    assert "_run_rank" not in message and "ops.py" not in message
 
 
 @pytest.mark.parametrize(
