@@ -600,7 +600,7 @@ def test_cpus_are_no_gpus(
     page = tmp_path / "plan.html"
     assert main([*argv, "--html", str(page)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for said in (" all 4 ranks work on other sequences", " rank-hours ", " a rank computes ", " GB a rank;"):
+    for said in (" work on different sequences", " rank-hours ", " a rank computes ", " GB a rank;"):
         assert said in out, said
     (fp32,) = re.findall(
         r"--precision fp32: (\d+) % faster, its products are faster here than in fewer bits", out

@@ -230,18 +230,23 @@ def test_every_word_of_the_title_is_explained(answer: Answer) -> None:
             )
 
 
-def test_ranks_that_share_a_sequence_do_not_work_on_other_ones() -> None:
+def test_ranks_that_share_a_sequence_do_not_work_on_different_ones() -> None:
     cluster = find_cluster("H100", 8, 2)
     for parallel, said in (
-        (Parallel("zero3", 16, 16), "all 16 GPUs work on other sequences; "),
+        (Parallel("zero3", 16, 16), "all 16 GPUs work on different sequences; "),
         (
             Parallel("zero3", 4, 16, context=4),
-            "all 16 GPUs are 4 groups of 4, which work on other sequences; ",
+            "all 16 GPUs are 4 groups of 4, which work on different sequences; ",
         ),
         (Parallel("zero3", 1, 16, context=16), "all 16 GPUs work together; "),
     ):
         told = dict(meanings(Setup(LLAMA_70B, parallel, Recipe(32768)), cluster))
         assert told["ZeRO-3"].startswith(said), told["ZeRO-3"]
+
+
+def test_a_small_model_has_more_than_nothing() -> None:
+    sizes = [gb(nbytes) for nbytes in (0, 2e5, 3.1e7, 1.23e9, 3.12e10, 1.1e11)]
+    assert sizes == ["0.00", "0.0002", "0.03", "1.2", "31.2", "110"]
 
 
 def test_one_sequence_is_one() -> None:

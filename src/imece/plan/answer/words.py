@@ -54,6 +54,8 @@ def gb(nbytes: float) -> str:
     """31_200_000_000 -> "31.2": GB of 10^9 bytes, with no more digits than are meaningful."""
     number = nbytes / 1e9
     digits = 0 if abs(number) >= 99.95 else 1 if abs(number) >= 0.995 else 2
+    if 0 < abs(number) < 0.0095:  # of a small model on this machine
+        digits = 4
     return f"{number:,.{digits}f}"
 
 
@@ -209,7 +211,7 @@ def _strategy(parallel: Parallel, cluster: Cluster) -> str:
     )
     if parallel.data > 1 and parallel.context > 1:
         who += f" are {parallel.data:,} groups of {parallel.context}, which"
-    other = f"{who} work on other sequences" if parallel.data > 1 else f"{who} work together"
+    other = f"{who} work on different sequences" if parallel.data > 1 else f"{who} work together"
     kept = {
         "replicate": "each keeps the whole model, its gradients and the optimizer's state",
         "zero1": f"each keeps all parameters and gradients, but only {part} of the optimizer's state",
