@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 import imece
 from imece.errors import UserError
 from imece.mesh import Mesh
+from imece.model_parallel.schedules import check_schedule
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
-from imece.plan.answer.call import Next, next_of
+from imece.plan.answer.call import _FEW, Call, Next, _ours, next_of
 from imece.plan.answer.search import search, settled
 from imece.plan.answer.space import Question
+from imece.plan.answer.words import gb
 from imece.plan.models.by_name import find_model
 from imece.plan.models.model import Model, from_shape
 from imece.plan.presets import find_cluster
@@ -51,7 +54,30 @@ def test_a_schedule_that_has_no_room_for_gradients_is_the_reason() -> None:
     asked = ask(gpu="H100", strategy="zero2", pipeline=2, precision=FP32, seq=7936)
     says = found(asked, "fp32").says
     assert "without --strategy zero2 and --pipeline 2 (the schedule of a pipeline keeps gradients" in says
-    assert "whole, which needs 84.8 of 82.1 GB), under 1 % faster, " in says
+    assert "whole, and that needs 84.8 of 82.1 GB), under 1 % faster, " in says
+
+
+def test_a_schedule_takes_as_many_micro_batches_as_there_are() -> None:
+    """Fewer than stages, as many, and more; whole rounds of them where stages have several chunks."""
+    called: dict[str, int] = {}
+    for batch in (2, 8, 16):
+        answer = search(small(replace(SHAPE, layers=8), global_batch=batch))
+        for each in answer.ranked:
+            if (ours := _ours(each, answer.question)) is None or each.setup.parallel.pipeline == 1:
+                continue
+            text, setup = Call(ours, answer.question, "fp32").text(), ours.setup
+            name = (re.findall(r'schedule="(\w+)"', text) or ["1f1b"])[0]
+            stages, chunks = setup.parallel.pipeline, setup.parallel.interleave
+            check_schedule(name, setup.recipe.accumulation, chunks, stages)
+            called[name] = called.get(name, 0) + 1
+    assert min(called.values()) > 3 and called.keys() == {"1f1b", "gpipe", "interleaved"}
+
+
+def test_the_logits_of_all_micro_batches_are_told() -> None:
+    shape = replace(SHAPE, layers=8, vocab_size=2**17)  # so that the last stage is the largest
+    told = found(small(shape, global_batch=3, pipeline=4, micro_batch=1), "fp32")
+    assert told.call is not None and 'schedule="gpipe"' in told.call.text()
+    assert told.says == f"{gb(told.call.candidate.needed)} GB a rank in imece: {_FEW}"
 
 
 _SUMS = "it keeps masters in sharded strategies alone, which sum gradients in the masters' dtype besides"

@@ -26,6 +26,7 @@ from imece.plan.memory.memory import more_with_torchs_loss
 from imece.plan.setup import Parallel, Setup
 
 _WHOLE = "the schedule of a pipeline keeps gradients whole"
+_FEW = "with fewer micro-batches than stages the schedule is gpipe, which keeps the logits of all"
 _SUMS = "it keeps masters in sharded strategies alone, which sum gradients in the masters' dtype besides"
 _MENTIONED = 10**7  # bytes, 0.01 GB: smaller gains are not mentioned
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
@@ -76,6 +77,8 @@ class Call:
             arguments = [f"micro_batches={setup.recipe.accumulation}"]
             if parallel.interleave > 1:
                 arguments.append(f'schedule="interleaved", chunks={parallel.interleave}')
+            elif parallel.schedule != "1f1b":
+                arguments.append(f'schedule="{parallel.schedule}"')
             if (setup.model.positions or setup.model.made_for) != setup.recipe.seq:
                 arguments.append(f"seq={setup.recipe.seq}")
             yield f"pipeline = imece.Pipeline(model, mesh, {', '.join(arguments)}, loss=loss)"
@@ -211,7 +214,7 @@ def next_of(answer: Answer, precision: str) -> Next:
     ours, each = call.candidate, device(question.cluster)
     if _is_same(call, winner):
         is_as_large = gb(ours.needed) == gb(winner.needed)
-        why = _WHOLE if _keeps_gradients(winner.setup.parallel) else _SUMS
+        why = _how_else(winner.setup)
         return Next(call, "" if is_as_large else f"{gb(ours.needed)} GB a {each} in imece: {why}")
     more = ours.seconds / winner.seconds - 1
     than = compared(more) if more else "as fast"
@@ -220,9 +223,10 @@ def next_of(answer: Answer, precision: str) -> Next:
 
 def _is_same(call: Call, winner: Candidate) -> bool:
     """Whether ranks do the same work, whatever memory imece needs for it. A strategy of one rank shards
-    nothing, and its name is in no title."""
+    nothing, and its name is in no title; nor is the schedule."""
     ours, wanted = call.candidate.setup, winner.setup
-    parallel = replace(ours.parallel, strategy=wanted.parallel.strategy)
+    strategy, schedule = wanted.parallel.strategy, wanted.parallel.schedule
+    parallel = replace(ours.parallel, strategy=strategy, schedule=schedule)
     return (parallel, title(ours)) == (wanted.parallel, title(wanted))
 
 
@@ -237,53 +241,55 @@ def _call_of(answer: Answer, precision: str) -> Call | None:
 
 
 def _ours(candidate: Candidate, question: Question) -> Candidate | None:
-    """The candidate as imece.parallelize runs it; None if it cannot.
-
-    parallelize has masters and offload only with sharded strategies. On one GPU that is zero1, which shards
-    nothing there and also keeps sums of gradients in the masters' dtype; None if those do not fit.
-    """
-    setup = candidate.setup
-    parallel = setup.parallel
-    if _stands_against(setup) is not None:
+    """The candidate as imece runs it; None if it cannot, or if that does not fit."""
+    if _stands_against(candidate.setup) is not None:
         return None
-    if _keeps_gradients(parallel):
-        candidate = _with_whole_gradients(setup, question)
-        if candidate.needed > question.room_bytes:
-            return None
-    if parallel.strategy == "replicate" and (_has_masters(setup) or setup.recipe.offload):
-        if parallel.peers > 1:
-            return None
-        candidate = _with_sums(setup, question)
-        if candidate.needed > question.room_bytes:
-            return None
-    return candidate
+    if (ours := _as_ours(candidate.setup)) == candidate.setup:
+        return candidate
+    found = judge(ours, question.cluster)
+    return found if found.needed <= question.room_bytes else None
 
 
-def _with_sums(setup: Setup, question: Question) -> Candidate:
-    """What replicates to nobody, as zero1, which may have masters."""
-    alone = replace(setup, parallel=replace(setup.parallel, strategy="zero1"))
-    return judge(alone, question.cluster)
+def _as_ours(setup: Setup) -> Setup:
+    """The same work in imece, which may take more memory: see `_how_else`."""
+    parallel, recipe = setup.parallel, setup.recipe
+    if _keeps_gradients(setup):
+        recipe = replace(recipe, accumulates_whole=True)
+    if _has_few(setup):
+        parallel = replace(parallel, schedule="gpipe")
+    if _has_sums(setup):  # on one rank zero1 shards nothing, and may have masters
+        parallel = replace(parallel, strategy="zero1")
+    return replace(setup, parallel=parallel, recipe=recipe)
 
 
-def _keeps_gradients(parallel: Parallel) -> bool:
+def _how_else(setup: Setup) -> str:
+    """What imece does otherwise than planned, so that it may need more memory."""
+    found = {_WHOLE: _keeps_gradients(setup), _FEW: _has_few(setup), _SUMS: _has_sums(setup)}
+    return "; ".join(how for how, is_so in found.items() if is_so)
+
+
+def _keeps_gradients(setup: Setup) -> bool:
     """Whether a schedule keeps whole what the strategy shards."""
-    return parallel.pipeline > 1 and DIVIDED[parallel.strategy].gradients
+    return setup.parallel.pipeline > 1 and DIVIDED[setup.parallel.strategy].gradients
 
 
-def _with_whole_gradients(setup: Setup, question: Question) -> Candidate:
-    return judge(replace(setup, recipe=replace(setup.recipe, accumulates_whole=True)), question.cluster)
+def _has_few(setup: Setup) -> bool:
+    """Whether there are too few micro-batches for 1f1b."""
+    return setup.recipe.accumulation < setup.parallel.pipeline
+
+
+def _has_sums(setup: Setup) -> bool:
+    """Whether parallelize has what the optimizer needs in sharded strategies alone, also on one rank."""
+    return setup.parallel.strategy == "replicate" and (
+        _has_masters(setup) or setup.recipe.offload is not None
+    )
 
 
 def _why_not(winner: Candidate, question: Question) -> str:
     if (reason := _stands_against(winner.setup)) is not None:
         return reason
-    if _keeps_gradients(winner.setup.parallel):
-        needed = _with_whole_gradients(winner.setup, question).needed
-        return f"{_WHOLE}, which needs {gb(needed)} of {gb(question.room_bytes)} GB"
-    if winner.setup.parallel.peers > 1:
-        return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
-    needed = _with_sums(winner.setup, question).needed
-    return f"{_SUMS}, and that needs {gb(needed)} of {gb(question.room_bytes)} GB"
+    needed = judge(_as_ours(winner.setup), question.cluster).needed
+    return f"{_how_else(winner.setup)}, and that needs {gb(needed)} of {gb(question.room_bytes)} GB"
 
 
 def _divides_models(parallel: Parallel) -> bool:
@@ -313,6 +319,8 @@ def _stands_against(setup: Setup) -> str | None:
         return f"it cannot divide a tied vocabulary of {model.vocab_size:,} among {tensor} ranks"
     if parallel.context > 1 and model.scores_part(recipe.seq) < 1:
         return f"it shares no sequence of {recipe.seq:,} tokens of which one sees {model.window:,}"
+    if parallel.peers > 1 and _has_sums(setup):
+        return "it keeps masters, or what is offloaded, in sharded strategies alone, such as zero1"
     return None
 
 
