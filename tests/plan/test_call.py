@@ -15,7 +15,7 @@ from imece.mesh import Mesh
 from imece.model_parallel.schedules import check_schedule
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
-from imece.plan.answer.call import _FEW, Call, Next, _ours, next_of
+from imece.plan.answer.call import _FEW, _WHOLE, Call, Next, _ours, next_of
 from imece.plan.answer.search import search, settled
 from imece.plan.answer.space import Question
 from imece.plan.answer.words import gb
@@ -52,9 +52,16 @@ def test_a_schedule_that_keeps_gradients_is_the_same_way() -> None:
 
 def test_a_schedule_that_has_no_room_for_gradients_is_the_reason() -> None:
     asked = ask(gpu="H100", strategy="zero2", pipeline=2, precision=FP32, seq=7936)
-    says = found(asked, "fp32").says
-    assert "without --strategy zero2 and --pipeline 2 (the schedule of a pipeline keeps gradients" in says
-    assert "whole, and that needs 84.8 of 82.1 GB), under 1 % faster, " in says
+    told = found(asked, "fp32")  # which has room for another way with what was asked for
+    assert told.call is not None and told.says.startswith("what imece does by itself, 2 % slower, ")
+    parallel = told.call.candidate.setup.parallel
+    assert (parallel.strategy, parallel.pipeline) == ("zero2", 2)
+    best = settled(search(asked)).best.setup
+    pinned = replace(asked, tensor=best.parallel.tensor, interleave=best.parallel.interleave)
+    pinned = replace(pinned, micro_batch=best.recipe.micro_batch, recompute=best.recipe.recompute)
+    says = found(pinned, "fp32").says
+    assert f"without --strategy zero2, --tensor 2, --pipeline 2 and --interleave 8 ({_WHOLE}" in says
+    assert ", and that needs 84.8 of 82.1 GB), under 1 % faster, " in says
 
 
 def test_a_schedule_takes_as_many_micro_batches_as_there_are() -> None:

@@ -198,11 +198,9 @@ def next_of(answer: Answer, precision: str) -> Next:
     was asked for. precision: as --precision names it."""
     winner, question = answer.best, answer.question
     call, says = _call_of(answer, precision), "what imece does by itself"
-    if (call is None or not _is_same(call, winner)) and (found := unpinned(question)) is not None:
+    if call is None and (found := unpinned(question)) is not None:
         pins, free = found
-        other = _call_of(free, precision)
-        if call is None or (other is not None and other.candidate.seconds < call.candidate.seconds):
-            call, says = other, f"{says}, without {pins} ({_why_not(winner, question)})"
+        call, says = _call_of(free, precision), f"{says}, without {pins} ({_why_not(winner, question)})"
     if call is None:
         says = f"no way fits that imece does by itself: {_why_not(winner, question)}"
         offloaded = replace(question, offload="parameters")
@@ -264,7 +262,8 @@ def _as_ours(setup: Setup) -> Setup:
 
 def _how_else(setup: Setup) -> str:
     """What imece does otherwise than planned, so that it may need more memory."""
-    found = {_WHOLE: _keeps_gradients(setup), _FEW: _has_few(setup), _SUMS: _has_sums(setup)}
+    several = setup.recipe.accumulation > 1
+    found = {_WHOLE: _keeps_gradients(setup), _FEW: _has_few(setup) and several, _SUMS: _has_sums(setup)}
     return "; ".join(how for how, is_so in found.items() if is_so)
 
 
