@@ -11,7 +11,8 @@ from torch.optim import _muon
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
 from imece.train.config import Optimizer, OptimizerSection
-from imece.train.model.optimizer import make_optimizers, orthogonalised
+from imece.train.model.muon import orthogonalised
+from imece.train.model.optimizer import make_optimizers
 
 TORCHS = _muon._zeropower_via_newtonschulz
 KINDS: tuple[Optimizer, ...] = ("adamw", "muon")
