@@ -17,9 +17,10 @@ from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.texts import gather_texts, of_ranks
 from imece.errors import MismatchError
-from imece.listing import rank_words
+from imece.listing import rank_words, some
 
 _FLAT_BYTES = 64 * 2**20
+_SHOWN = 5  # parameters in a message
 _WRITE_ALIKE = (
     "All ranks write the same values, or load the same file; what rank 0 alone has goes to the others first, "
     "by imece.broadcast(parameter.detach(), 0)"
@@ -193,7 +194,7 @@ def _which_differ(named: Sequence[tuple[str, torch.Tensor]], group: dist.Process
             (most, count), *_ = votes.most_common()
             odd = rank_words([rank for rank, value in of_ranks(group, column).items() if value != most])
             said.append(f"{name} on {odd}" if count > 1 else f"{name} on all ranks")
-    return "; ".join(said[:5]) + (f"; and {len(said) - 5} more" if len(said) > 5 else "")
+    return some(said, _SHOWN, "; ")
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from imece.collectives.texts import gather_texts
 from imece.data.prepare import Prepared
 from imece.data_parallel.same import by_rank, texts_that_differ
 from imece.errors import UserError
+from imece.listing import some
 from imece.mesh import Mesh
 from imece.observe.environment import version
 from imece.train.agreeing import together
@@ -105,8 +106,7 @@ def _differences(texts: Mapping[int, Sequence[str]]) -> str:
         values = {rank: json.dumps(each.get(name)) for rank, each in said.items()}
         if len(set(values.values())) > 1:
             found.append(f"{name}: {by_rank(values)}")
-    more = f" (and {len(found) - _MOST_SHOWN} more)" if len(found) > _MOST_SHOWN else ""
-    return "; ".join(found[:_MOST_SHOWN]) + more
+    return some(found, _MOST_SHOWN, "; ")
 
 
 def _source_digest() -> str:

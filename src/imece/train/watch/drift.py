@@ -25,8 +25,9 @@ from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.same import digest, sync_from
 from imece.data_parallel.sharded import ShardedDataParallel
-from imece.listing import rank_words
+from imece.listing import rank_words, some
 
+_SHOWN = 3  # differences in a message
 _CHUNK = 2**20  # elements hashed at once
 _EXACT = 2**52 - 1  # bits of a digest: a float64 holds them exactly
 
@@ -109,9 +110,8 @@ class Drift:
         return texts
 
     def _refusal(self, step: int, texts: Sequence[str]) -> str:
-        more = f" (and {len(texts) - 3} more)" if len(texts) > 3 else ""
         return (
-            f"step {step}: {'; '.join(texts[:3])}{more}, and there is no majority: the run ends. Something "
+            f"step {step}: {some(texts, _SHOWN, '; ')}, and there is no majority: the run ends. Something "
             f"changed bits on one rank alone after step {max(0, step - self._every)}, memory that fails say; "
             "the same command goes on from the last checkpoint, which is the same for all ranks"
         )
