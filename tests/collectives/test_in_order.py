@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import imece
-from imece.collectives import checks, in_order, pending
+from imece.collectives import checks, execute, in_order, pending
 from imece.collectives.shared_memory import other_devices
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from tests.ranks import run_ranks
@@ -135,7 +135,17 @@ def test_a_group_written_in_python_gets_torchs_own_error() -> None:
             call()
 
 
+def test_a_batch_of_messages_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's, with one communicator for both, and imece's own among them."""
+    told: list[Any] = []
+    monkeypatch.setattr(in_order, "wait_turn", told.append)
+    group = Written()
+    with pytest.raises(RuntimeError):  # it has no NCCL
+        execute._post_batch([], [execute.Message(torch.ones(1), 0, 0)], group)
+    assert told == [group]
+
+
 def test_groups_of_shm_have_their_own_of_all_these() -> None:
-    for name in (each for names in in_order._COLLECTIVES for each in names):
+    for name in (each for names in in_order._CALLS for each in names):
         if (torchs := getattr(dist.ProcessGroup, name, None)) is not None:
             assert getattr(SharedMemoryGroup, name) is not torchs, name

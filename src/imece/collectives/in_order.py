@@ -6,8 +6,8 @@ would start before them on one rank and behind them on another: Gloo and NCCL wo
 which is a wrong sum, or no end. So it waits, on the host, until they have started. While none is to be
 started, that costs nothing.
 
-Not seen are calls that torch makes in C++, as DTensor does. Messages are left alone: one of theirs may have
-to come first.
+Not seen are calls that torch makes in C++, as DTensor does. Single messages are left alone: one of them may
+have to come first. A batch of them over NCCL waits: there it has a place among its group's collectives.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from imece.collectives import checks, pending
 from imece.collectives.shared_memory.other_devices import owner_of
 
 # Methods that torch's functions call. Of two names torch's versions have the first or the second.
-_COLLECTIVES = (
+_CALLS = (
     ("all_gather_single", "_allgather_base"),
     ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
     ("all_to_all_single", "alltoall_base"),
     ("reduce_scatter_single", "_reduce_scatter_base"),
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *((name,) for name in (
-        "allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "barrier",
-        "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
+        "_start_coalescing", "allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced",
+        "alltoall", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
     )),
 )  # fmt: skip
 
@@ -56,6 +56,6 @@ def _in_order(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """From now on torch's functions wait; groups of "shm" keep the order of the CPU's calls by themselves."""
-    for names in _COLLECTIVES:
+    for names in _CALLS:
         name = next(each for each in names if hasattr(dist.ProcessGroup, each))
         setattr(dist.ProcessGroup, name, _in_order(name, getattr(dist.ProcessGroup, name)))
