@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 
 import imece
@@ -260,6 +262,20 @@ def graphs_of_a_step() -> int:
 def test_what_autograd_calls_is_in_no_graph() -> None:
     """The module and the sum: no hook of ours."""
     assert run_ranks(graphs_of_a_step, 1, backend="gloo") == [2]
+
+
+def under_compiled_autograd() -> None:
+    model: Any = imece.DistributedDataParallel(nn.Linear(8, 8))
+    for local in (True, False):
+        with model.no_sync() if local else contextlib.nullcontext():
+            loss = model(torch.ones(2, 8)).sum()
+        with _enable(torch.compile(backend="eager")), pytest.raises(RuntimeError, match="stay on their rank"):
+            loss.backward()
+
+
+def test_compiled_autograd_is_refused() -> None:
+    """It calls neither hooks of parameters nor what is to be called at the end of a backward."""
+    run_ranks(under_compiled_autograd, 1, backend="gloo")
 
 
 def whole_steps(strategies: list[str]) -> None:

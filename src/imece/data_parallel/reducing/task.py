@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +42,16 @@ def at_end(tell: _Tell) -> weakref.ref[_Tell]:
 
     Only autograd may hold a strong reference to `tell`; it does so as long as that backward runs. If the weak
     reference is dead and `tell` was not called, the backward has raised.
+
+    RuntimeError under compiled autograd, which calls no such thing: gradients would stay on their rank.
     """
+    dynamo = sys.modules.get("torch._dynamo.compiled_autograd")  # to import it takes seconds
+    if dynamo is not None and dynamo.in_compiled_autograd_region:
+        raise RuntimeError(
+            "torch's compiled autograd runs this backward and tells nobody when it is over, so gradients "
+            "would stay on their rank: leave torch._dynamo.config.compiled_autograd False; torch.compile "
+            "compiles backward without it too"
+        )
     torch.autograd.Variable._execution_engine.queue_callback(tell)
     return weakref.ref(tell)
 
