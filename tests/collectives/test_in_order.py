@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import imece
-from imece.collectives import checks, execute, in_order, pending
+from imece.collectives import checks, execute, in_order, ops, pending
 from imece.collectives.shared_memory import other_devices
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from tests.ranks import run_ranks
@@ -67,7 +67,7 @@ def beside(background: bool) -> list[list[float]]:
             task.wait()
     else:
         with mock.patch.object(checks.CheckedWork, "_run", in_checks_thread):
-            works.append(imece.all_reduce(mine, async_op=True))
+            works.append(ops.all_reduce(mine, async_op=True))
             if not late:
                 checks.start_all(HELD_S * 10)
     works.append(dist.all_reduce(theirs, async_op=True))
