@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from imece.errors import UserError
 from imece.model_parallel.plan import planned
@@ -102,6 +103,11 @@ def test_a_vocabulary_that_cannot_be_divided_stays_whole() -> None:
             nn.ModuleDict({"a": Scaled(4, 4)}),
             {"plan": {"a": "row"}},
             "this Scaled has a forward of its own, which may do more than multiply",
+        ),
+        (
+            nn.ModuleDict({"a": weight_norm(nn.Linear(4, 4))}),
+            {"plan": {"a": "column"}},
+            "makes its parameters of others",
         ),
         (
             nn.ModuleDict({"a": nn.Embedding(4, 4, max_norm=1.0)}),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
 from imece.model_parallel.divided import Divided, mark
@@ -55,6 +56,8 @@ def wrong_with(module: nn.Module, kind: Kind) -> str | None:
         return f"is no {' or '.join(each.__name__ for each in expected)}"
     if kind == "row" and type(module).forward is not nn.Linear.forward:
         return "has a forward of its own, which may do more than multiply"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "makes its parameters of others (parametrizations): leave these out"
     if other := own.keys() - {"weight", "bias"}:
         return f"has {', '.join(sorted(other))} too"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
