@@ -99,6 +99,26 @@ def test_what_follows_an_abort_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -
         recovery.meet(4, anyway=True)
 
 
+def test_a_border_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the last one: what still comes is not protected any more."""
+    recovery = Alone(monkeypatch, fallback=4).recovery
+    recovery.member.aborting = Aborting()
+    recovery._borders.begin(4)
+    recovery._asked, recovery._fits, recovery.without_copies = True, True, "none"
+    recovery._model.device = torch.device("cuda")
+    recovery._model.process_group = SimpleNamespace(  # type: ignore[assignment]
+        _device_types=[torch.device("cpu"), torch.device("cuda")]
+    )
+    recovery.member.newest = 1  # type: ignore[misc]
+    waits, said = list[int](), list[str]()
+    gpu = SimpleNamespace(synchronize=lambda: waits.append(len(said)))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: gpu)
+    monkeypatch.setattr(ops, "all_reduce", lambda numbers, *_, **__: said.append(numbers.device.type))
+    recovery.meet(4, anyway=False)
+    recovery.meet(5, anyway=True)
+    assert said == ["cpu", "cpu"] and waits == [1]
+
+
 def test_nobody_goes_on_with_what_another_death_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers came over a GPU, which has not yet been there when the rank asks; and copies over none."""
     recovery = Alone(monkeypatch, fallback=4).recovery

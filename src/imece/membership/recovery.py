@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from imece.checkpoint.state.names import MODEL
 from imece.checkpoint.state.training_state import TrainingState
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 from imece.collectives.texts import gather_json
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel
@@ -194,7 +195,10 @@ class Recovery:
         model = self._model
         seldom = self.without_copies or len(self.member.mesh.hosts) == 1
         again = self._borders.wished(step) if seldom else 1
-        mine = torch.tensor((*self.says(), -again), dtype=torch.float64, device=model.device)
+        if anyway:
+            self.member.aborting.settle(model.device)
+        device = host_device(model.process_group, model.device)
+        mine = torch.tensor((*self.says(), -again), dtype=torch.float64, device=device)
         ops.all_reduce(mine, "max", group=model.process_group, label="border between steps")
         newest, anew, again = mine.tolist()
         self.member.aborting.check()
