@@ -29,3 +29,4 @@ def test_rank_words() -> None:
     assert rank_words([2]) == "rank 2"
     assert rank_words([0, 1, 3]) == "ranks 0, 1, 3"
     assert rank_words([0, 1, 2, 5, 7, 8, 9, 10]) == "ranks 0-2, 5, 7-10"
+    assert rank_words(range(0, 4000, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 1,992 more"

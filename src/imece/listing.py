@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 _SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIaei]|[Oo](?!ne)|[Uu](?!se|ni(?!n)|t|[A-Z])|[FHLMNRSX](?=[A-Z])")
 """Names before which one says "an": also "an LSTM", spelt letter by letter, but "a User" and "a UNet"."""
+_MOST_RUNS = 8  # of ranks, in a message
 
 
 def some(names: Sequence[object], most: int, between: str = ", ") -> str:
@@ -27,7 +28,8 @@ def ends_of(names: Sequence[str]) -> str:
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """[2] -> "rank 2"; [0, 1, 3] -> "ranks 0, 1, 3"; runs of three or more as "ranks 0-3"."""
+    """[2] -> "rank 2"; [0, 1, 3] -> "ranks 0, 1, 3"; runs of three or more as "ranks 0-3". Of many runs the
+    first, and how many ranks more there are."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []
@@ -36,8 +38,9 @@ def rank_words(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return "ranks " + ", ".join(parts)
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST_RUNS]]
+    left = sum(map(len, runs[_MOST_RUNS:]))
+    return f"ranks {', '.join(shown)}" + (f" and {left:,} more" if left else "")
 
 
 def size_text(nbytes: int) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from imece.errors import NotMetError, PeerLostError, UserError
-from imece.listing import some
+from imece.listing import rank_words
 from imece.system.open_files import allow_open_files
 from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
 
@@ -199,7 +199,7 @@ def of_this_start(
             raise _claimed_twice(rank, world_size)
         if gone := [other for other in _finished(store, environ) if other in waiting]:
             raise NotMetError(
-                f"rank {rank} of {world_size} waits for rank {some(gone, 8)}, which ended with exit status 0 "
+                f"rank {rank} of {world_size} waits for {rank_words(gone)}, which ended with exit status 0 "
                 "before it had opened its world (imece.init): all ranks open it, or none"
             )
         if waiting:
@@ -280,9 +280,9 @@ class _Patience:
         if self.left_s < 0:
             raise NotMetError(
                 f"rank {self._rank} waited {self._timeout_s:.0f} s for {len(ranks)} of {self._world_size} "
-                f"ranks, which never came: rank {some(ranks, 8)}"
+                f"ranks, which never came: {rank_words(ranks)}"
             )
-        self.say(f"rank {some(ranks, 8)}")
+        self.say(rank_words(ranks))
         time.sleep(_POLL_S)
 
     def say(self, whom: str) -> None:
