@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import stat
 import weakref
@@ -47,12 +48,31 @@ class Source(Protocol):
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
-    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-    def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None: ...
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """The elements [start, stop) of the flat tensor, 1-D [stop - start], on the CPU."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU. Errors as from `slice`."""
+        shape = self.shape(name)
+        return self.slice(name, 0, math.prod(shape)).view(shape)
+
+    @torch.no_grad()
+    def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None:
+        """Fill all of `target`, on any device and of any dtype, with its elements from `start` on.
+
+        Needs only a fixed buffer besides. Errors as from `slice`.
+        """
+        if not target.is_contiguous():
+            target.copy_(self.slice(name, start, start + target.numel()).view(target.shape))
+            return
+        flat = target.detach().view(-1)
+        for at in range(0, len(flat), _CHUNK):
+            part = flat[at : at + _CHUNK]
+            part.copy_(self.slice(name, start + at, start + at + len(part)))
 
 
-class Saved:
+class Saved(Source):
     """One checkpoint on disk. Tensors are read when asked for, into new memory.
 
     Files are read and never mapped: a mapped page counts as this process's memory as long as it is mapped.
@@ -60,7 +80,7 @@ class Saved:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.step, self.metric = folder, manifest.step, manifest.metric
+        self._folder, self.step, self.metric = folder, manifest.step, manifest.metric
         self.state: Json = manifest.state
         self.rank_states: list[Any] = list(manifest.rank_states)
         """One state of each rank that saved."""
@@ -70,6 +90,10 @@ class Saved:
         self._kinds, self._parts = whole_and_parts(manifest.kinds)
         self._opened: dict[int, int] = {}  # rank -> descriptor of its file, if it stays open
         weakref.finalize(self, _close, self._opened)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
 
     def __repr__(self) -> str:
         return f"Saved({str(self.folder)!r}, step {self.step})"
@@ -85,11 +109,6 @@ class Saved:
         """UserError if there is no tensor of this name."""
         return DTYPES[self._kind(name).dtype]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU. UserError if there is none of this name, or a file cannot be read."""
-        kind = self._kind(name)
-        return self.slice(name, 0, kind.numel).view(kind.shape)
-
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The elements [start, stop) of the flat tensor, 1-D [stop - start], on the CPU.
 
@@ -102,23 +121,13 @@ class Saved:
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, name: str, start: int = 0) -> None:
-        """Fill all of `target`, on any device and of any dtype, with its elements from `start` on.
-
-        Needs only a fixed buffer besides. UserError, ValueError: as `slice`.
-        """
-        stop = start + target.numel()
-        if not target.is_contiguous():
-            target.copy_(self.slice(name, start, stop).view(target.shape))
+        """As any source, but without a buffer where the file's bytes are those of `target`."""
+        if not target.is_contiguous() or target.device.type != "cpu" or target.dtype != self.dtype(name):
+            super().fill(target, name, start)
             return
-        flat = target.detach().view(-1)
-        if target.device.type == "cpu" and target.dtype == self.dtype(name):
-            self._read(name, start, stop, flat)
-            if not target.is_inference():  # torch does not see that a file is read into it
-                torch.autograd.graph.increment_version(target)
-            return
-        for at in range(0, len(flat), _CHUNK):
-            part = flat[at : at + _CHUNK]
-            part.copy_(self.slice(name, start + at, start + at + len(part)))
+        self._read(name, start, start + target.numel(), target.detach().view(-1))
+        if not target.is_inference():  # torch does not see that a file is read into it
+            torch.autograd.graph.increment_version(target)
 
     def _kind(self, name: str) -> Kind:
         try:

@@ -19,8 +19,6 @@ from imece.checkpoint.state.names import MODEL, OPTIMIZER
 from imece.checkpoint.state.staged import as_stage, place_of, share, unwrapped, written
 from imece.model_parallel.divided import Divided, divided_parameters
 
-_CHUNK = 4 << 20  # elements read at a time
-
 
 class Group(Protocol):
     """A group of ranks, with torch.distributed's methods."""
@@ -68,8 +66,8 @@ def in_parts(
     return found
 
 
-class OfThisRank:
-    """A checkpoint as seen by this rank's part of the model (`Source`)."""
+class OfThisRank(Source):
+    """A checkpoint as seen by this rank's part of the model."""
 
     def __init__(self, saved: Source, divided: Mapping[str, Divided]) -> None:
         self._saved, self._divided = saved, divided
@@ -93,10 +91,6 @@ class OfThisRank:
         except ValueError:
             return shape
 
-    def tensor(self, name: str) -> Tensor:
-        shape = self.shape(name)
-        return self.slice(name, 0, torch.Size(shape).numel()).view(shape)
-
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         out = torch.empty(max(stop - start, 0), dtype=self.dtype(name), device="cpu")
         divided, at = self._of(name), 0
@@ -112,13 +106,8 @@ class OfThisRank:
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
         if self._of(name) is None:
             self._saved.fill(target, name, start)
-        elif not target.is_contiguous():
-            target.copy_(self.slice(name, start, start + target.numel()).view(target.shape))
         else:
-            flat = target.detach().view(-1)
-            for at in range(0, len(flat), _CHUNK):
-                part = flat[at : at + _CHUNK]
-                part.copy_(self.slice(name, start + at, start + at + len(part)))
+            super().fill(target, name, start)
 
     def _of(self, name: str) -> Divided | None:
         """None if each rank has the whole tensor."""
