@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -234,7 +235,7 @@ def test_what_a_group_in_shared_memory_has_on_gpus_is_found_and_aborted(
 def waiting_of_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
     """Stands for NCCL in a world of one rank in shared memory."""
     backend = Waiting()
-    group = SimpleNamespace(
+    group = mock.Mock(
         _get_backend=lambda device: {"cuda": backend}[device.type],
         abort=backend.abort,
         shutdown=lambda: backend.said.append("shutdown"),
