@@ -24,6 +24,7 @@ from imece.data_parallel.sharding import borrowed
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.offload import Streams
 from imece.data_parallel.sharding.units import Flat, Unit
+from imece.data_parallel.strategy import ShardGroups
 from tests.gpu.cpu_as_gpu import CUDA, Race, cpu_as_gpu, gpu
 from tests.gpu.fake_world import enter
 from tests.meshes import FakeMesh
@@ -61,6 +62,7 @@ WAYS = {
     "zero3, offload": Way("zero3", {"offload": "parameters"}),
     "zero3, branches": Way("zero3", branches=True),
     "zero3, stepped beside": Way("zero3", adds=True, steps_beside=True),
+    "hybrid": Way("hybrid"),
 }
 MORE_WAYS = {
     "replicate, tokens": Way("replicate", {"average": "tokens"}, accumulate=True),
@@ -89,6 +91,9 @@ MORE_WAYS = {
     "zero3, offload, bf16": Way("zero3", {"offload": "parameters"}, bf16=True),
     "zero3, offload, branches": Way("zero3", {"offload": "parameters"}, branches=True),
     "zero3, elsewhere": Way("zero3", elsewhere=True),
+    "hybrid, offload, bf16": Way("hybrid", {"offload": "parameters"}, bf16=True),
+    "hybrid, bf16 on the wire": Way("hybrid", {"wire": "bf16"}, accumulate=True),
+    "hybrid_zero2": Way("hybrid_zero2", accumulate=True),
     "zero1, regrouped": Way("zero1", regroups=True),
     "zero3, offload, regrouped": Way("zero3", {"offload": "parameters"}, regroups=True),
 }
@@ -117,12 +122,21 @@ class Branches(nn.Module):
 
 def trained(way: Way) -> list[str]:
     """For what the host waited in the last step. AssertionError: a Race."""
-    enter(2, "cuda")
+    hybrid = way.strategy.startswith("hybrid")
+    enter(4 if hybrid else 2, "cuda")
     try:
-        with cpu_as_gpu():
+        with cpu_as_gpu(), _two_hosts() if hybrid else contextlib.nullcontext():
             return _trained(way)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _two_hosts() -> Iterator[None]:
+    """Inside, ranks 0 and 1 share a host, and so do 2 and 3."""
+    groups: list[Any] = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 2])]
+    with mock.patch.object(ShardGroups, "of", lambda *_, **__: ShardGroups(*groups)):
+        yield
 
 
 def _trained(way: Way) -> list[str]:
@@ -267,6 +281,7 @@ TAKEN: list[tuple[Any, str, Any, str]] = [
     (Leaving, "wait_for_all", _not_waiting, "zero2"),
     (Place, "behind", _not_behind, "replicate"),
     (Place, "join", _nothing, "replicate, bf16 on the wire"),
+    (Place, "join", _nothing, "hybrid"),
     (Unit, "settle", lambda unit: unit._works.clear(), "zero3"),
     (Flat, "come", _nothing, "zero3, branches"),
     (shard, "behind_this_stream", _nothing, "zero3, stepped beside"),
