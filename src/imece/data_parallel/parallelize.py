@@ -115,17 +115,8 @@ def parallelize(
     _refuse_wrapped(model)
     refuse_gathered(model)
     arranged = mesh if mesh is not None else meshes.current()
-    if not isinstance(strategy, str):
-        raise TypeError(f"strategy={strategy!r}: a name, such as 'zero2'")
+    _check_kinds(strategy, arranged, init, activation_bytes, precision)
     named = find_strategy(strategy) if strategy.lower() != "auto" else None
-    if not (isinstance(arranged, dist.ProcessGroup) or hasattr(arranged, "data_group")):
-        raise TypeError(f"mesh={mesh!r}: what imece.init() returned, or a process group")
-    if init is not None and not callable(init):
-        raise TypeError(f"init={init!r}: a function that fills one module")
-    if activation_bytes is not None and not (isinstance(activation_bytes, int) and activation_bytes >= 0):
-        raise ValueError(f"activation_bytes={activation_bytes!r}: a whole number from 0")
-    if precision is not None and not isinstance(precision, MixedPrecision):
-        raise TypeError(f"precision={precision!r}: imece.MixedPrecision(param=..., reduce=...) of dtypes")
     made: Stepped = _made(optimizer, model)
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers:
@@ -191,6 +182,20 @@ def _refuse_wrapped(model: nn.Module) -> None:
             f"the model is {kind_of(model)} already: give imece.parallelize the model in it, with an "
             f"optimizer that was made of that model's parameters"
         )
+
+
+def _check_kinds(strategy: Any, mesh: Any, init: Any, activation_bytes: Any, precision: Any) -> None:
+    """TypeError, or ValueError for a number, for arguments of `parallelize` that are of another kind."""
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy={strategy!r}: a name, such as 'zero2'")
+    if not (isinstance(mesh, dist.ProcessGroup) or hasattr(mesh, "data_group")):
+        raise TypeError(f"mesh={mesh!r}: what imece.init() returned, or a process group")
+    if init is not None and not callable(init):
+        raise TypeError(f"init={init!r}: a function that fills one module")
+    if activation_bytes is not None and not (isinstance(activation_bytes, int) and activation_bytes >= 0):
+        raise ValueError(f"activation_bytes={activation_bytes!r}: a whole number from 0")
+    if precision is not None and not isinstance(precision, MixedPrecision):
+        raise TypeError(f"precision={precision!r}: imece.MixedPrecision(param=..., reduce=...) of dtypes")
 
 
 def _made(given: Any, model: nn.Module) -> Any:
