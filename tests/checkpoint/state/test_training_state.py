@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch.optim import Adagrad, Adam, AdamW, Muon, Optimizer
 import imece
 from imece.checkpoint import Checkpoints, Saved, Slice, open_checkpoint
 from imece.checkpoint.files import step_folder
+from imece.checkpoint.state import full
 from imece.checkpoint.state.names import MADE_BY, MODEL, NUMBERS, OPTIMIZER
 from imece.checkpoint.state.training_state import TrainingState
 from imece.checkpoint.state.weights import check_shapes
+from imece.collectives import ops
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from tests.checkpoint.crew import crew
@@ -716,3 +719,13 @@ def test_extra_states_of_modules(tmp_path: Path, mesh: object, strategy: str) ->
     inner.extra = object()
     with pytest.warns(UserWarning, match=r"extra state of 0 \(Scaled\) is left out"):
         assert not [name for name in state.tensors() if name.startswith("extra/")]
+
+
+def test_parts_of_an_optimizers_state_go_over_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a GPU too: NCCL would make a communicator of the first rank with each other."""
+    group: Any = SimpleNamespace(rank=lambda: 1, _device_types=[torch.device("cpu"), torch.device("cuda")])
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(ops, "send", lambda tensor, *_, **__: sent.append(tensor))
+    own = Slice(torch.ones(2), (4,), 2)
+    assert full._whole(own, [(0, 2), (2, 2)], group, torch.device("cuda")) is None
+    assert [each.device.type for each in sent] == ["cpu"]

@@ -20,6 +20,7 @@ from imece.checkpoint.state.sliced import Entries, slices_of
 from imece.checkpoint.state.staged import place_of
 from imece.checkpoint.state.weights import on_all
 from imece.collectives import ops
+from imece.collectives.calls import host_device
 from imece.collectives.texts import gather_json
 from imece.data_parallel.optimizer import parameters_of
 from imece.data_parallel.replicate import DistributedDataParallel
@@ -104,6 +105,8 @@ def _whole(
     own: Slice, places: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
 ) -> Tensor | None:
     """One whole tensor, on rank 0. places: for each rank the first element that it has, and how many."""
+    # Over NCCL rank 0 would make a communicator with each rank, and each takes memory of its GPU.
+    device = host_device(group, device)
     if group.rank():
         if own.tensor.numel():
             ops.send(own.tensor.to(device), 0, group=group, label=_LABEL)
