@@ -282,6 +282,17 @@ def test_what_is_offloaded_needs_memory_of_the_host(too_large: Question) -> None
     )
 
 
+def test_adapters_with_offload_are_told_where_none_fit_alone(too_large: Question) -> None:
+    both = "--adapters qlora --offload parameters"
+    small = ask(LLAMA_70B, "RTX-4090", gpus=1, batch=8, seq=2048)
+    found = {way.name: way for way in ways(small, (), find_cluster)}
+    assert found[both].fits and not found["--adapters qlora"].fits
+    assert 35e9 < found[both].least.memory.host < 50e9  # half a byte a parameter, and what is trained
+    assert both not in [way.name for way in ways(too_large, (), find_cluster)]
+    adapted = replace(small, adapters="qlora")
+    assert next(way.name for way in ways(adapted, (), find_cluster)) == "--offload parameters"
+
+
 def test_nothing_is_offloaded_from_a_cpu() -> None:
     asked = ask(find_model("1.3b"), "CPU", gpus=1, batch=8)
     names = [way.name for way in ways(asked, gpu_names(), find_cluster)]

@@ -59,9 +59,12 @@ def ways(question: Question, gpus: Sequence[str], find: Find, here: bool = False
     """Changes that would help, the smallest first. gpus: names of available GPUs. here: only this machine is
     available, with another number of ranks."""
     found = [way for name, asked in _same_machine(question) if (way := _try(name, asked)) is not None]
-    others = (_larger_gpus(question, gpus, find), _more_gpus(question, find))
-    # Combinations of changes are only tried if no single one is enough.
-    for candidates in (_other_ranks(question, find),) if here else others:
+    further = [_larger_gpus(question, gpus, find), _more_gpus(question, find)]
+    if here:
+        further = [_other_ranks(question, find)]
+    if not any(way.fits and way.question.adapters != "none" for way in found):
+        further.insert(0, _adapters_and_offload(question))
+    for candidates in further:  # of each kind the first that fits
         for name, asked in candidates:
             way = _try(name, asked)
             if way is not None and way.fits:
@@ -113,6 +116,13 @@ def _offloads(question: Question) -> Iterator[tuple[str, Question]]:
         if question.adapters == "none":  # the optimizer's state of adapters is little
             yield "--offload optimizer", replace(question, offload="optimizer")
         yield "--offload parameters", replace(question, offload="parameters")
+
+
+def _adapters_and_offload(question: Question) -> Iterator[tuple[str, Question]]:
+    """What spares most on this machine."""
+    if question.adapters != "qlora":
+        for name, asked in _offloads(replace(question, adapters="qlora")):
+            yield f"--adapters qlora {name}", asked
 
 
 def _larger_gpus(question: Question, gpus: Sequence[str], find: Find) -> Iterator[tuple[str, Question]]:
