@@ -57,5 +57,5 @@ def _in_order(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """From now on torch's functions wait; groups of "shm" keep the order of the CPU's calls by themselves."""
     for names in _CALLS:
-        name = next(each for each in names if hasattr(dist.ProcessGroup, each))
-        setattr(dist.ProcessGroup, name, _in_order(name, getattr(dist.ProcessGroup, name)))
+        for name in [each for each in names if hasattr(dist.ProcessGroup, each)][:1]:
+            setattr(dist.ProcessGroup, name, _in_order(name, getattr(dist.ProcessGroup, name)))
