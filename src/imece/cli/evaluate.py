@@ -135,31 +135,36 @@ def run(argv: Sequence[str]) -> int:
                 )
                 for source in part.sources
             ]
-        nats, tokens = map(sum, zip(*read, strict=True))
-        found: dict[str, Any] = {
+        found = {
             "run": options.run,
             "step": saved.step if saved is not None else None,
             "precision": precision.name,
             "data": list(options.data.paths) or "held out",
-            "documents": part.documents,
-            "bytes": part.text_bytes,
-            "tokens": tokens,
-            "model": measures(nats / tokens, tokens, part.text_bytes),
-            "sources": {
-                source.source: measures(nats / tokens, tokens, source.text_bytes)
-                for source, (nats, tokens) in zip(part.divided, read, strict=False)
-            },
-            "baselines": {
-                name: measures(loss, tokens, part.text_bytes)
-                for name, loss in (baselines(others.train, part, others.vocab_size) if others else {}).items()
-            },
-            "baselines_counted_in": counted_in(others.train, part) if others else "",
+            **_figures(part, read, others),
         }
     if options.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
         print("\n".join(_table(found)))
     return 0
+
+
+def _figures(part: Part, read: Sequence[tuple[float, int]], others: TokenFiles | None) -> dict[str, Any]:
+    """read: (nats, tokens) of each source of `part`. others: the run's own tokens, for the baselines."""
+    nats, tokens = map(sum, zip(*read, strict=True))
+    without_model = baselines(others.train, part, others.vocab_size) if others else {}
+    return {
+        "documents": part.documents,
+        "bytes": part.text_bytes,
+        "tokens": tokens,
+        "model": measures(nats / tokens, tokens, part.text_bytes),
+        "sources": {
+            source.source: measures(nats / tokens, tokens, source.text_bytes)
+            for source, (nats, tokens) in zip(part.divided, read, strict=False)
+        },
+        "baselines": {name: measures(loss, tokens, part.text_bytes) for name, loss in without_model.items()},
+        "baselines_counted_in": counted_in(others.train, part) if others else "",
+    }
 
 
 def measures(nats_per_token: float, tokens: int, text_bytes: int) -> dict[str, float | None]:
