@@ -120,3 +120,27 @@ def unknown() -> None:
 
 def test_a_norm_without_the_mesh_is_refused() -> None:
     run_ranks(unknown, 2)
+
+
+class Clips(torch.optim.SGD):
+    """As LAMB does: by the norm of all that it steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__([{"params": list(parameters), "max_grad_norm": 1.0}], lr=0.1)
+
+
+def of_all() -> None:
+    mesh = imece.init({"pipeline": 2})
+    for kind, said in (
+        (torch.optim.LBFGS, "LBFGS cannot step a part of a model: it searches along one direction of all"),
+        (Clips, r"Clips clips by the norm of all that it steps \(max_grad_norm=1.0\)"),
+    ):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        pipeline = imece.Pipeline(model, mesh, micro_batches=2, loss=nn.functional.mse_loss)
+        with pytest.raises(ValueError, match=said):
+            imece.parallelize(pipeline.part, kind, "replicate", mesh)
+
+
+def test_an_optimizer_that_wants_all_of_the_model_is_refused() -> None:
+    """Each stage would search along a direction of its own, and clip by a norm of its own."""
+    run_ranks(of_all, 2, backend="gloo")

@@ -60,20 +60,9 @@ def optimizers_of(given: Any, who: str) -> list[Optimizer]:
 
 def is_element_wise(optimizer: Optimizer) -> bool:
     """The same as `may_be_cut`. ValueError for optimizers that cannot be sharded."""
+    refuse_of_all(optimizer, "be sharded", "strategy='replicate' or another optimizer")
     name = type(optimizer).__name__
-    for kind in (each.__name__ for each in type(optimizer).__mro__):
-        if kind in _NEVER:
-            raise ValueError(
-                f"{name} cannot be sharded: {_NEVER[kind]}; use strategy='replicate' or another optimizer"
-            )
     for at, group in enumerate(optimizer.param_groups if not _is_known(optimizer) else ()):
-        if norm := group.get("max_grad_norm"):  # the name for it in LAMB, as timm and apex have it
-            raise ValueError(
-                f"{name} clips by the norm of all that it steps (max_grad_norm={norm}), and a rank steps "
-                f"some of it: make it with max_grad_norm=None, or 0 if it knows no None, and clip before "
-                f"each step, by torch.nn.utils.clip_grad_norm_(model.parameters(), {norm}); or use "
-                f"strategy='replicate'"
-            )
         many = len(group["params"])
         for key, value in group.items():
             # A list of two numbers could be the betas of one parameter or one beta for each of
@@ -85,6 +74,22 @@ def is_element_wise(optimizer: Optimizer) -> bool:
                     f"not, make it a tuple"
                 )
     return may_be_cut(optimizer)
+
+
+def refuse_of_all(optimizer: Optimizer, what: str, instead: str) -> None:
+    """ValueError for an optimizer that has to step all parameters of a model together. what: that it cannot
+    do, in words; instead: what the user may take."""
+    name = type(optimizer).__name__
+    for kind in (each.__name__ for each in type(optimizer).__mro__):
+        if kind in _NEVER:
+            raise ValueError(f"{name} cannot {what}: {_NEVER[kind]}; use {instead}")
+    for group in optimizer.param_groups if not _is_known(optimizer) else ():
+        if norm := group.get("max_grad_norm"):  # the name for it in LAMB, as timm and apex have it
+            raise ValueError(
+                f"{name} clips by the norm of all that it steps (max_grad_norm={norm}), and a rank steps "
+                f"some of it: make it with max_grad_norm=None, or 0 if it knows no None, and clip before "
+                f"each step, by torch.nn.utils.clip_grad_norm_(model.parameters(), {norm}); or use {instead}"
+            )
 
 
 def may_be_cut(optimizer: Optimizer) -> bool:

@@ -20,7 +20,7 @@ from imece.data_parallel.arguments import bucket_caps, check_way
 from imece.data_parallel.auto import Given, choose
 from imece.data_parallel.average import Over, check_over
 from imece.data_parallel.closure import check_closures
-from imece.data_parallel.optimizer import complete, stepped_by
+from imece.data_parallel.optimizer import complete, refuse_of_all, stepped_by
 from imece.data_parallel.other_models import refuse_gathered
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.data_parallel.sharded import ShardedDataParallel, ShardOptions
@@ -126,6 +126,8 @@ def parallelize(
     for each in optimizers:
         complete(each)
     check_over(average)  # before anything is taken apart
+    for each in optimizers if is_across(arranged) else ():
+        refuse_of_all(each, "step a part of a model", "another optimizer")
     refuse_whole_matrices(model, optimizers)
     offload_name = _name_of(offload)
     options = GatherOptions(units, reshard_after_forward, gathers_in_flight, gather)
