@@ -92,6 +92,26 @@ def test_one_that_dies_while_it_joins_changes_no_generation() -> None:
     assert verdict.said.endswith("3 ranks go on, a replacement is starting in 1 s")
 
 
+def test_one_that_fails_before_it_joins_fails_alone() -> None:
+    """The script was edited meanwhile, or a GPU is not free yet: those that compute are none the worse."""
+    for failure, status in ((BOOM, 1), (None, 2), (PEER_LOST, 1)):
+        run = Run(max_restarts=5, exceptions=True)
+        run.ends(2)
+        member = run.generations.start_one(2, 10.0)
+        verdict = goes_on(run.ends(member, at=10.5, status=status, failure=failure))
+        assert verdict.generation is None and (verdict.slots, verdict.at_s) == ((2,), 11.5)
+        assert verdict.said.endswith("; 3 ranks go on, a replacement is starting in 1 s")
+        run.resilient = False
+        member = run.generations.start_one(2, 12.0)
+        assert not isinstance(run.ends(member, at=12.5, status=status, failure=failure), GoOn)
+    run = Run()
+    run.ends(2)
+    own = run.join(2, 10.0)
+    assert ended(run.ends(own, at=11.0, status=1, failure=BOOM)).endings, (
+        "one that has joined is as any other"
+    )
+
+
 def test_those_that_never_join_are_tried_less_and_less_often_and_then_no_more() -> None:
     """A host without memory kills whoever starts. The others go on, with steps finished meanwhile or none."""
     for steps_meanwhile in (0, 1):

@@ -236,10 +236,18 @@ class Generations:
             self._no_veteran_since = now
         if not self._failed:
             return self._after_leaving(now) if left and not self.leaving else None
-        own = [ending for ending in self._failed.values() if not ending.died and not ending.because_of_peer]
+        # One that fails before it has joined has failed alone, however it ends: its host's disk or GPU may be
+        # at fault, or a script that was edited meanwhile.
+        go_on_without = self._living() and self.all_go_on(go_on)
+        alone = self._failed.keys() - set(self.newest.members) if go_on_without else set()
+        own = [
+            ending
+            for member, ending in self._failed.items()
+            if not (member in alone or ending.died or ending.because_of_peer)
+        ]
         if own and not self.stopping:
             return self._after_failure(go_on, now)
-        if any(ending.died for ending in self._failed.values()):
+        if alone or any(ending.died for ending in self._failed.values()):
             return self._after_death(go_on, now)
         if self.stopping:
             return None
