@@ -29,7 +29,7 @@ from imece.plan.setup import (
     Wire,
 )
 from imece.plan.speed.communication import Group, Op, along, collective_s, send_s, sent_bytes
-from imece.plan.speed.compute import flops_a_token, layer_time, product_s
+from imece.plan.speed.compute import flops_a_token, layer_time, product_s, stream_s
 from imece.plan.speed.manner import IMECE, MEGATRON, NANOTRON, TORCHTITAN, Manner
 from imece.plan.speed.stage import stage_time, stages
 from imece.plan.speed.step_time import step_time
@@ -125,6 +125,9 @@ def test_stages_wait_for_the_cpu_with_each_of_their_own_layers() -> None:
     found = stage_time(setup, replace(CLUSTER, gpu=endless), IMECE)
     assert found.all_stages == pytest.approx(48 * IMECE.layer_host_s, rel=0.05)
     assert found.waiting == pytest.approx(3 * IMECE.layer_host_s, rel=0.05)
+    compiled = replace(setup, recipe=replace(setup.recipe, compiled=True))
+    shorter = stage_time(compiled, replace(CLUSTER, gpu=endless), IMECE)
+    assert shorter.waiting == pytest.approx(found.waiting / 2, rel=0.05)  # fewer kernels to start
 
 
 def test_recomputation_costs_a_forward() -> None:
@@ -340,6 +343,13 @@ def test_what_experts_read_and_give_out_is_put_in_order() -> None:
         around.append(found.forward - found.products - found.core)
     more = IMECE.elementwise * 3 * 2 * 4096 * MODEL.width * 2 / (0.85 * CLUSTER.gpu.memory_bandwidth)
     assert around[0] - around[1] == pytest.approx(more)
+
+
+def test_norms_of_queries_and_keys_move_as_much_as_their_rotation() -> None:
+    gpu, normed = CLUSTER.gpu, replace(MODEL, head_norms=True)
+    plain, more = (layer_time(gpu, each, IMECE, RECIPE, 1, 1, True).forward for each in (MODEL, normed))
+    moved = 2 * 2 * RECIPE.micro_batch * RECIPE.seq * (MODEL.q_width + MODEL.kv_width)  # bytes
+    assert more - plain == pytest.approx(IMECE.elementwise * stream_s(gpu, moved))
 
 
 def test_attention_is_fastest_with_heads_of_128() -> None:
