@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._utils import ExceptionWrapper
 
 from imece.errors import MismatchError, PeerLostError, UserError
 from imece.status import describe, read_failure, tell_failures
@@ -97,3 +98,14 @@ def test_whom_another_took_along_or_imece_tells_why_shows_the_program_alone(
     text = "".join(shown)
     assert "Waiting.apply(" in text and "raise error" in text and text.endswith(f"{error}\n")
     assert ("torch/_tensor.py" in text) == isinstance(error, ValueError)
+
+
+def test_what_a_worker_of_a_loader_failed_with_is_said() -> None:
+    try:
+        raise ValueError("a bad record")
+    except ValueError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(ValueError, match="Caught") as caught:
+        wrapped.reraise()
+    said = "Caught ValueError in DataLoader worker process 0. ValueError: a bad record"
+    assert describe(caught.value).message == said

@@ -52,6 +52,9 @@ def describe(error: BaseException) -> Failure:
     import torch.distributed as dist
 
     message = str(TracebackException(type(error), error, None, compact=True))  # as str(error) may raise
+    caught, _, in_worker = message.partition("\nOriginal Traceback (most recent call last):\n")
+    if in_worker.strip():  # of a loader's worker: what it failed with is the last line, beyond what is kept
+        message = f"{caught} {in_worker.strip().splitlines()[-1]}"
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
     gone = isinstance(error, RuntimeError) and says_peer_gone(message)
     why = _killed_workers() if isinstance(error, OSError | EOFError) else ""

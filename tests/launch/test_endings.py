@@ -39,6 +39,11 @@ def test_what_a_rank_says_of_itself_counts_before_its_slow_exit() -> None:
             "[Errno 24] Too many open files: 'a.txt'",
             "close some, or raise the limit (ulimit -Hn, docker run --ulimit nofile=65536)",
         ),
+        (
+            "RuntimeError",
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)",
+            "/dev/shm is full: give it more (docker run --shm-size), or take fewer workers",
+        ),
         ("MemoryError", "", "give it more memory (ulimit -v, docker --memory), or use less"),
     ],
 )

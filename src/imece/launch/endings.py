@@ -96,6 +96,8 @@ class Ending:
                 hint = f": {NO_MORE}"
             elif os.strerror(errno.EMFILE) in what:
                 hint = ": close some, or raise the limit (ulimit -Hn, docker run --ulimit nofile=65536)"
+            elif "unable to allocate shared memory" in what:  # of torch, for what a loader's workers send
+                hint = ": /dev/shm is full: give it more (docker run --shm-size), or take fewer workers"
             elif self.failure.kind == MemoryError.__name__:
                 hint = ": give it more memory (ulimit -v, docker --memory), or use less"
             return f"{who} failed with {what} (exit status {self.status}){hint}"
