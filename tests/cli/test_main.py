@@ -455,7 +455,7 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError("can't start new thread"), "raise the limit (ulimit -u, docker --pids-limit)"),
+        (RuntimeError("can't start new thread"), "raise the limit (ulimit -u or -v, docker --pids-limit)"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "raise ulimit -v"),
     ],
 )

@@ -216,12 +216,22 @@ class Sharding(Gradients):
             if store.gradient is None:
                 store.gradient = self._like_master(store)
             self.lane.copy(store.gradient, own)
-        if self.offload is None and store.older is not None and store.gradient is not None:
+        if self.offload is None:
+            self._complete(store)
+        if self.borrows:
+            self.memory.take_back(bucket)
+
+    def _complete(self, store: Store) -> None:
+        """A sum is where the optimizer steps: add it to those of earlier backwards. Frozen parts keep those
+        alone."""
+        assert store.gradient is not None
+        for part in store.parts:
+            if not part.parameter.requires_grad:
+                part.of(store.gradient).zero_()
+        if store.older is not None:
             store.gradient.add_(store.older)
             behind_this_stream(store.older)
             store.older = None
-        if self.borrows:
-            self.memory.take_back(bucket)
 
     def _own(self, bucket: Bucket) -> torch.Tensor:
         """This rank's shard of a bucket."""
@@ -250,13 +260,9 @@ class Sharding(Gradients):
         frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # in their groups
         self.accumulated.came({slot.index for slot in self.slots} - unused, frozen)
         for store in self.stores:
+            if self.offload is not None:
+                self._complete(store)
             assert store.gradient is not None
-            for part in store.parts:
-                if part.index in frozen:
-                    part.of(store.gradient).zero_()
-            if store.older is not None:
-                store.gradient.add_(store.older)
-                store.older = None
             for part in store.parts:
                 if part.index not in unused and part.index not in frozen:
                     part.parameter.grad = part.of(store.gradient)
