@@ -190,6 +190,17 @@ def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
     mesh.close()  # a second time does nothing
 
 
+def test_lines_of_a_traceback_get_the_rank_in_front_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(meeting, "_hooked", False)
+    for _ in range(2):
+        imece.init().close()
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    assert capsys.readouterr().err == "[rank0]: ValueError: wrong\n"
+
+
 def test_groups_that_torch_destroyed() -> None:
     mesh = imece.init()
     mesh.host_group_in(1)

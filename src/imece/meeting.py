@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +22,9 @@ from imece.system.addresses import address_of_name, interface_of, interfaces, is
 from imece.world import LOOPBACK, World, host_id
 
 MEETING_S = 600.0  # ranks that have not met by then never will
+_hooked = False
+"""Whether torch has wrapped `sys.excepthook`: the wrapper, of which each group adds one, puts the rank in
+front of every line."""
 _NO_INTERFACE = "Unable to find address for"  # what Gloo says of GLOO_SOCKET_IFNAME
 # For ranks that go on without dead ones and abort NCCL's communicators themselves, torch's watchdog must do
 # nothing at an error. Otherwise it ends a healthy process; or it sleeps for a minute, and its monitor for
@@ -124,6 +128,8 @@ def open_default_group(world: World, backend: str, store: dist.Store, timeout: t
     # torch names the group, and its keys in the store, by this count. It counts up before it makes the group,
     # and only destroying a group resets the count: ranks that failed half-way would never find the others.
     dist.distributed_c10d._world.group_count = 0
+    global _hooked
+    hook = sys.excepthook
     try:
         with connections.of_groups():
             dist.init_process_group(
@@ -141,3 +147,6 @@ def open_default_group(world: World, backend: str, store: dist.Store, timeout: t
             f"GLOO_SOCKET_IFNAME={wrong}: {socket.gethostname()} has no such interface with an address, but "
             f"{here}: name the one that leads to the other hosts, or unset it"
         ) from None
+    if _hooked:
+        sys.excepthook = hook
+    _hooked = True

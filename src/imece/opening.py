@@ -175,9 +175,7 @@ def reform(rank: int, world_size: int, store: dist.Store, met: Callable[[], obje
     hosts = meet(store, world, sizes, backend, mesh.device, patience)
     met()
     backends = choose_backends(mesh.device, len(hosts) == 1, backend)
-    hook = sys.excepthook
     open_default_group(world, backends.world, store, timeout)
-    sys.excepthook = hook  # torch wraps it each time, which prefixes every line
     own_store = dist.PrefixStore("mesh", store)
     mesh.take(world, sizes, Groups(world, hosts, backends, store=own_store, timeout=timeout))
     return mesh
