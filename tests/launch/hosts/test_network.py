@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from imece.errors import UserError
-from imece.launch.hosts import handshake, reach
+from imece.launch.hosts import handshake, links, reach
 from imece.launch.hosts.events import Down, Refused, Up
 from imece.launch.hosts.frames import FRAME_LIMIT_BYTES
 from imece.launch.hosts.network import Network
@@ -155,6 +155,15 @@ def test_a_host_that_was_stopped_for_long_takes_nothing_for_a_sign() -> None:
             zero._call(setattr, zero._links, "_beat_s", time.monotonic() - 31)
         why = "this launcher had not run for 31 s: was it, or its machine, stopped?"
         zero.loses(1, f"it closed the connection; {why}", surely=False)
+
+
+def test_who_has_lost_its_own_address_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(0) as (zero,), agents(1) as (one,):
+        link(one, zero)
+        monkeypatch.setattr(links, "interface_of", {zero.address[0]: None}.get)
+        zero._call(zero._links._up[1].end, "broken", False)
+        lost = f"this host has lost its address {LOOPBACK}, where the others look for it"
+        zero.loses(1, f"broken; {lost}", surely=False)
 
 
 def test_a_silent_link_ends_on_both_sides() -> None:

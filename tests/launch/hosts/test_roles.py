@@ -400,8 +400,11 @@ def test_nobody_comes_back(cluster: Make) -> None:
     for one, other in ((0, 1), (0, 2), (1, 2)):
         made.unlink(one, other, told=(one, other))
     made.settle()
-    for host in range(3):
-        made.agents[host].on_time(700.0)
+    for now in (50.0, 60.0, 700.0):
+        for host in range(3):
+            made.agents[host].on_time(now)
+    said = "imece: host 2 still reaches nobody at 10.0.0.1:29400, 10.0.0.2:29401: is the way there cut"
+    assert [line.startswith(said) for line in made.hosts[2].said].count(True) == 1
     outcomes = [here.outcome for here in made.heres.values()]
     assert [outcome and outcome.status for outcome in outcomes] == [1, 1, 1]
 

@@ -19,7 +19,7 @@ from imece.launch.hosts.link import Link
 from imece.launch.hosts.reach import VERSION, Hello, Purpose, Unreached, reach
 from imece.launch.hosts.tunnel import Tunnels
 from imece.launch.silence import Silence
-from imece.system.addresses import Address, describe
+from imece.system.addresses import Address, describe, interface_of
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 0.5
 _PROBE_S = 1.0
@@ -44,7 +44,7 @@ class Links:
     ) -> None:
         """spawn: runs what may take long, and ends it when all is closed."""
         self.agent = secrets.token_hex(8)
-        self.port = 0
+        self.address, self.port = "", 0
         """Where this agent listens."""
         self.tunnels = Tunnels(self._reach_store, spawn)
         self.door = Door(token, self._incoming, emit, spawn)
@@ -182,6 +182,8 @@ class Links:
         stopped_s = max(asyncio.get_running_loop().time() - self._beat_s, self._stopped_s)
         if self._is_long(stopped_s):
             why += f"; this launcher had not run for {stopped_s:.0f} s: was it, or its machine, stopped?"
+        if self.address and interface_of(self.address) is None:
+            why += f"; this host has lost its address {self.address}, where the others look for it"
         self._forget(link)
         self._emit(Down(link.host, link.number, why, surely))
 

@@ -100,7 +100,7 @@ class Network:
                 "of this host"
             ) from None
         self._listeners.append(listener)
-        self._links.port = int(listener.getsockname()[1])
+        self._links.address, self._links.port = listener.getsockname()[:2]
         self._call(self._accept, self._links.door.accept(listener))
         return self._links.port
 

@@ -14,6 +14,7 @@ from typing import Any
 from imece.errors import UserError
 from imece.launch.endings import Ending, Outcome
 from imece.launch.hosts.here import Follow, Here, Lead, Seek
+from imece.listing import some
 from imece.system.addresses import describe
 
 _AGAIN_S = 1.0
@@ -28,7 +29,7 @@ class Seeker:
         self._here, self._gathers = here, bool(seek.why) and here.me == 0
         here.was_cut_off |= bool(seek.why)
         self._until = time.monotonic() + here.plan.patience_s
-        self._say_at = math.inf if seek.why else time.monotonic() + SILENT_S
+        self._say_at = time.monotonic() + SILENT_S
         self._shows = False
         self._dial_at: dict[int, float] = {}
         self._why_not = ""
@@ -135,11 +136,19 @@ class Seeker:
 
     def _say_what_it_waits_for(self) -> None:
         here = self._here
-        if not here.up:
+        if here.up:
+            return
+        if here.was_cut_off:
+            others = [address for host, address in here.book.items() if host != here.me]
             here.say(
-                f"host {here.me} finds no job at {describe(here.plan.rendezvous)} yet: it tries for "
-                f"{here.plan.patience_s:.0f} s; is host 0 started, with that --rendezvous?"
+                f"host {here.me} still reaches nobody at {some(list(map(describe, others)), 3)}: is the way "
+                "there cut, or has the other host another address now?"
             )
+            return
+        here.say(
+            f"host {here.me} finds no job at {describe(here.plan.rendezvous)} yet: it tries for "
+            f"{here.plan.patience_s:.0f} s; is host 0 started, with that --rendezvous?"
+        )
 
     def _dial(self, host: int, now: float) -> None:
         self._dial_at.pop(host, None)
