@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def test_a_worker_that_was_killed_is_named_beside_what_its_rank_saw_of_that() ->
         assert describe(ValueError("a bad sample")).message == "a bad sample"
     finally:
         worker.kill()
+        worker.join()
+
+
+def test_a_worker_that_has_ended_by_itself_is_named_where_that_may_be_why(tmp_path: Path) -> None:
+    """As one whose dataset calls sys.exit(0): the batch that it has sent cannot be fetched."""
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+    try:
+        with pytest.raises(FileNotFoundError) as lost:
+            Client(str(tmp_path / "socket"))
+        why = f"[Errno 2] No such file or directory; its worker {worker.pid} ended with exit status 0"
+        assert describe(lost.value).message == why
+        with pytest.raises(FileNotFoundError) as own:
+            (tmp_path / "data").stat()
+        assert "; its worker" not in describe(own.value).message
+    finally:
         worker.join()
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from traceback import TracebackException
+from traceback import TracebackException, walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -57,20 +57,31 @@ def describe(error: BaseException) -> Failure:
         message = f"{caught} {in_worker.strip().splitlines()[-1]}"
     lost = isinstance(error, PeerLostError | CollectiveTimeoutError | dist.DistNetworkError)
     gone = isinstance(error, RuntimeError) and says_peer_gone(message)
-    why = _killed_workers() if isinstance(error, OSError | EOFError) else ""
+    why = _ended_workers(error) if isinstance(error, OSError | EOFError) else ""
     said = "; ".join(filter(None, (message[:500], why)))
     return Failure(time.monotonic(), type(error).__name__, said, lost or gone)
 
 
-def _killed_workers() -> str:
-    """Those of multiprocessing's processes, a loader's workers say, that a signal has ended, in words. Who
-    reads what such a worker sends learns only that a connection has closed, or that a socket is not there."""
+def _ended_workers(error: BaseException) -> str:
+    """Those of multiprocessing's processes, a loader's workers say, that a signal has ended, in words; if
+    multiprocessing raised the error, those too that have ended by themselves, by sys.exit(0) say. Who reads
+    what such a worker sends learns only that a connection has closed, or that a socket is not there."""
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    any_end = bool(frames) and frames[-1].startswith("multiprocessing.")
     until, workers = time.monotonic() + _DYING_S, list(multiprocessing.process._children)  # type: ignore[attr-defined]
-    while not (killed := [each for each in workers if (each.exitcode or 0) < 0]):
+    while not (ended := [(each.pid, code) for each in workers if _counts(code := each.exitcode, any_end)]):
         if not workers or time.monotonic() > until:
             return ""
         time.sleep(0.01)
-    return some([f"its worker {each.pid} was killed by signal {-each.exitcode}" for each in killed], 3)
+    return some([f"its worker {pid} {_how(code)}" for pid, code in ended], 3)
+
+
+def _counts(status: int | None, any_end: bool) -> bool:
+    return status is not None and (status < 0 or any_end)
+
+
+def _how(status: int) -> str:
+    return f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
 
 
 def says_peer_gone(message: str) -> bool:
