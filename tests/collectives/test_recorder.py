@@ -32,6 +32,7 @@ from imece.collectives.recording import (
     ranks_text,
 )
 from imece.errors import UserError
+from imece.launch.processes import die_with_parent
 from tests.ranks import run_ranks, start_ranks
 
 F32 = torch.float32
@@ -255,6 +256,11 @@ def test_who_is_missing() -> None:
     assert (
         "rank 2 is not in it (pid 102, stopped by a signal): its" in recorder.explain([*waiting, stopped])[0]
     )
+    held = replace(absent, stopped=(107,))
+    assert (
+        "is not in it (pid 102, whose worker 107 is stopped by a signal): its"
+        in recorder.explain([*waiting, held])[0]
+    )
     assert "rank 2 has no recorder on this host" in recorder.explain(waiting)[0]
     assert (
         "rank 2 is not in it (pid 102): it has made no call" in recorder.explain([*waiting, recording(2)])[0]
@@ -381,6 +387,11 @@ def hang() -> None:
             dist.all_reduce(tensor)
         recorder.leave(token)
         if dist.get_rank() == 2:
+            rank = os.getpid()
+            if (worker := os.fork()) == 0:
+                die_with_parent(rank)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(worker, os.WUNTRACED)
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -397,7 +408,9 @@ def test_a_hang_is_explained_from_outside() -> None:
         assert ranks.alive() == [0, 1, 2], "the ranks must still hang"
     print("\n" + text)
     assert "all_reduce number 2 on group 0 (ranks 0-2): ranks 0, 1 wait since" in text
-    assert f"rank 2 is not in it (pid {ranks.pids[2]}, stopped by a signal): its last call was" in text
+    (worker,) = attached.stopped
+    held = f"stopped by a signal, whose worker {worker} is stopped by a signal"
+    assert f"rank 2 is not in it (pid {ranks.pids[2]}, {held}): its last call was" in text
     assert "broadcast number 1 on group 0 (left" in text
     assert attached.rank == 2 and attached.calls[-1].label == "weights"
     assert {each.job for each in found} == {attached.job}

@@ -14,13 +14,16 @@ copies it until two copies agree and both tokens are equal, and leaves out a rec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from imece.collectives import fingerprint as fp
 from imece.errors import UserError
@@ -87,6 +90,9 @@ class Recording:
     read_at_ns: int
     calls: tuple[Call, ...]
     groups: dict[str, GroupSeen]
+    stopped: tuple[
+        int, ...
+    ] = ()  # processes that it has started, a loader's workers say, and that are stopped
 
     def age_s(self, call: Call) -> float:
         """Seconds since the call ended; for an open call, since the rank began to wait in it or
@@ -113,7 +119,7 @@ def attach(pid: int) -> Recording:
             ):
                 recording = read(view, _process_state(pid))
             if recording is not None and recording.pid == _own_pid(pid):
-                return recording
+                return replace(recording, stopped=_stopped_children(pid))
         except (OSError, ValueError):
             continue  # closed, replaced by a smaller file, or ended, between listing and reading
     raise UserError(f"process {pid} has no imece recorder: it has made no collective yet, or is not a rank")
@@ -216,6 +222,16 @@ def _own_pid(pid: int) -> int:
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
     return pid
+
+
+def _stopped_children(pid: int) -> tuple[int, ...]:
+    """The processes that it has started, and those that these have, that a signal has stopped."""
+    found = []
+    with contextlib.suppress(psutil.Error):  # it has ended
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                found += [child.pid] * (child.status() == psutil.STATUS_STOPPED)
+    return tuple(found)
 
 
 def _process_state(pid: int) -> str:

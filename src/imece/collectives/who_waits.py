@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from imece.collectives.recording import POINT_TO_POINT, Call, Recording
-from imece.listing import rank_words
+from imece.listing import rank_words, some
 
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead, not yet reaped", "X": "dead"}
 
@@ -130,8 +130,10 @@ def _last(recording: Recording) -> str:
 
 def _state(recording: Recording) -> str:
     """Its process, which the launcher's output does not name, and what holds that."""
-    words = _STATES.get(recording.process_state)
-    return f" (pid {recording.pid}, {words})" if words else f" (pid {recording.pid})"
+    words = [f"pid {recording.pid}", _STATES.get(recording.process_state, "")]
+    if recording.stopped:
+        words.append(f"whose worker {some(recording.stopped, 3)} is stopped by a signal")
+    return f" ({', '.join(filter(None, words))})"
 
 
 def _members(group: str, by_rank: dict[int, Recording]) -> tuple[int, ...]:
