@@ -10,8 +10,8 @@ from imece.listing import kind_of, rank_words, size_text, words_of
 
 
 def test_a_or_an_goes_by_the_sound() -> None:
-    values: list[object] = [3, [], UserDict(), nn.LSTM(1, 1), nn.MSELoss(), nn.Linear(1, 1)]
-    said = ["an int", "a list", "a UserDict", "an LSTM", "an MSELoss", "a Linear"]
+    values: list[object] = [3, [], UserDict(), nn.LSTM(1, 1), nn.MSELoss(), nn.Linear(1, 1), nn.GRU, None]
+    said = ["an int", "a list", "a UserDict", "an LSTM", "an MSELoss", "a Linear", "the class GRU", "None"]
     assert [kind_of(each) for each in values] == said
 
 

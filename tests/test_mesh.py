@@ -70,6 +70,12 @@ def test_a_timeout_in_seconds() -> None:
         imece.init(timeout=seconds)
 
 
+def test_a_number_of_ranks_in_words() -> None:
+    ranks: Any = "1"  # as argparse without type=int has it
+    with pytest.raises(UserError, match=r"^ranks='1': give a whole number$"):
+        imece.init(ranks=ranks)
+
+
 @pytest.mark.parametrize("axes", ["tensor", ["tensor"], 2])
 def test_axes_without_sizes(axes: Any) -> None:
     with pytest.raises(UserError) as caught:

@@ -52,7 +52,12 @@ def size_text(nbytes: int) -> str:
 
 
 def kind_of(value: object) -> str:
-    """(3) -> "an int", ([]) -> "a list", (UserDict()) -> "a UserDict": what a wrong value is."""
+    """What a wrong value is: (3) -> "an int", ([]) -> "a list", (UserDict()) -> "a UserDict",
+    (UserDict) -> "the class UserDict", (None) -> "None"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if _SPOKEN_WITH_A_VOWEL.match(name) else 'a'} {name}"
 

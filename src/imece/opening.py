@@ -118,6 +118,8 @@ def _open_or_same(
         raise UserError(f"timeout={timeout!r}: give a datetime.timedelta, timedelta(seconds=60) say")
     if axes is not None and not isinstance(axes, Mapping):
         raise UserError(f"axes={axes!r}: give sizes by name, {{'shard': 2}} say")
+    if ranks is not None and not isinstance(ranks, int):
+        raise UserError(f"ranks={ranks!r}: give a whole number")
     asked = _Asked(None if axes is None else dict(axes), ranks, backend, str(device), timeout)
     if mesh is not None:
         if asked != _opened_with:

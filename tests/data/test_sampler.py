@@ -583,6 +583,13 @@ def test_a_dataset_without_length_is_refused() -> None:
         DistributedSampler(dataset)
 
 
+def test_a_loader_is_no_dataset_and_a_tensor_no_state() -> None:
+    with pytest.raises(TypeError, match="a DataLoader is no dataset"):
+        DistributedSampler(DataLoader(Numbers(5)))  # of which it would take the number of batches
+    with pytest.raises(TypeError, match="a Tensor is no sampler's state"):
+        DistributedSampler(Numbers(5)).load_state_dict(torch.get_rng_state())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

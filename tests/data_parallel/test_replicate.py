@@ -628,6 +628,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     "a DTensor": (divided_by_torch, {}, ValueError, "weight is a DTensor: .*fully_shard"),
     "mixed_precision": (Branches, {"mixed_precision": object()}, ValueError, "mixed_precision.*autocast"),
     "two devices": (Branches, {"device_ids": [0, 1]}, ValueError, r"one device of this rank, not \[0, 1\]"),
+    "a device, no list": (Branches, {"device_ids": 0}, TypeError, "device_ids: an int, where a list of one"),
     "a device on CPU": (Branches, {"device_ids": [0]}, ValueError, "this one is on cpu: leave both"),
     "an output device on CPU": (Branches, {"output_device": 0}, ValueError, "this one is on cpu: leave both"),
     "delayed": (
@@ -642,9 +643,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     "average": (Branches, {"average": "words"}, ValueError, "'words'.*ranks, samples, tokens"),
     **{
         f"cap {cap}": (Branches, {"bucket_cap_mb": cap}, ValueError, re.escape(f"bucket_cap_mb={cap}"))
-        for cap in (0, -1, float("nan"), float("inf"), [], [25, 0])
+        for cap in (0, -1, True, float("nan"), float("inf"), [], [25, 0])
     },
     "bucket_cap_mb in words": (Branches, {"bucket_cap_mb": "large"}, ValueError, "bucket_cap_mb='large'"),
+    "bucket_cap_mb in bytes": (Branches, {"bucket_cap_mb": 25 * 2**20}, ValueError, "MiB, not bytes"),
     "bucket_cap_mb_list": (Branches, {"bucket_cap_mb_list": [1, -2]}, ValueError, "more than 0"),
     "drift_check_every": (Branches, {"drift_check_every": -1}, ValueError, "drift_check_every=-1: a whole"),
 }  # fmt: skip
@@ -659,7 +661,7 @@ def refused_with_the_reason(group: dist.ProcessGroup) -> None:
             assert re.search(words, str(error)), f"{name}: {error}"
         else:
             raise AssertionError(f"{name} is not refused")
-    with pytest.raises(TypeError, match=r"^a type is no model: imece\.DistributedDataParallel"):
+    with pytest.raises(TypeError, match=r"^the class Branches is no model: imece\.DistributedDataParallel"):
         wrap(Branches, group)  # type: ignore[arg-type]
     late = nn.Embedding(3, 2)
     model = wrap(late, group)

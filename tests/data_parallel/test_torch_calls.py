@@ -197,6 +197,11 @@ def refuse(strategy: str) -> None:
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))
     with says("norm_type=0.0: a norm of gradients is of a number above 0, or inf", ValueError):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=0)
+    with says(r"clip_grad_norm_\(a generator\): the largest norm, as 1\.0, and no parameters", TypeError):
+        model.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]
+    for wrong in (-1.0, float("nan")):
+        with says(rf"clip_grad_norm_\({wrong}\): the largest norm, from 0", ValueError):
+            model.clip_grad_norm_(wrong)
     loss(other).backward()
     with says("of several models, one of them sharded", ValueError):
         nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)

@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from imece import mesh as meshes
@@ -85,9 +85,14 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """num_replicas, rank: by default torch.distributed's, or 1 and 0 without a process group. On a mesh
         of `imece.init`, ranks along context, tensor and pipeline read the same: they are one replica.
 
-        TypeError if the dataset has no length. ValueError if rank is not below `num_replicas`, if `uneven`
-        contradicts `drop_last`, and if a launcher started several ranks that have not met yet.
+        TypeError if the dataset has no length, or is a DataLoader. ValueError if rank is not below
+        `num_replicas`, if `uneven` contradicts `drop_last`, and if a launcher started several ranks that have
+        not met yet.
         """
+        if isinstance(dataset, DataLoader):  # its length counts batches
+            raise TypeError(
+                "a DataLoader is no dataset: DataLoader(dataset, sampler=DistributedSampler(dataset))"
+            )
         if not isinstance(dataset, Sized):
             raise TypeError(
                 f"{kind_of(dataset)} has no __len__, so its samples cannot be divided among ranks: "
@@ -197,6 +202,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         ValueError for the state of another dataset, seed or order.
         """
         own = self._state()
+        if not isinstance(state, Mapping):
+            raise TypeError(f"{kind_of(state)} is no sampler's state: what its state_dict() returned")
         missing = [key for key in own if key not in state]
         if missing:
             raise ValueError(f"not a sampler's state: it has no {', '.join(missing)}")

@@ -17,6 +17,8 @@ from imece.collectives.wire import check_wire
 from imece.layout import MIB
 from imece.listing import kind_of
 
+_MOST_MIB = 2**20  # 1 TiB; a cap in bytes is more from 1 MiB on
+
 
 def refuse(delayed: object, delayed_by: object, mixed_precision: object, check_reduction: bool) -> None:
     """ValueError for arguments of torch that imece cannot honour."""
@@ -118,8 +120,18 @@ def device_indices(
     output_device: int | torch.device | None,
     devices: Collection[torch.device],
 ) -> tuple[list[int] | None, int | None]:
-    """Both arguments as numbers; None if inputs are not moved. devices: those of the parameters."""
+    """Both arguments as numbers; None if inputs are not moved. devices: those of the parameters.
+
+    TypeError for `device_ids` that are no list; ValueError for devices that cannot be.
+    """
+    if not isinstance(device_ids, list | tuple | None):
+        raise TypeError(f"device_ids: {kind_of(device_ids)}, where a list of one device belongs, or nothing")
     types = {each.type for each in devices}
+    if len(types) > 1 and "meta" in types:
+        raise ValueError(
+            "some parameters are on the meta device, without memory, and others are not: make all of them "
+            "there, or none"
+        )
     if len(types) > 1:
         raise ValueError(f"all parameters must be on one type of device; these are on {sorted(types)}")
     if device_ids is not None and len(device_ids) > 1:
@@ -163,8 +175,10 @@ def bucket_caps(cap_mb: object, cap_list: Sequence[float] | None) -> tuple[list[
     if choose:
         cap_mb = None
     given = list(cap_list or (cap_mb if isinstance(cap_mb, list | tuple) else ()))
-    single = given == [] and isinstance(cap_mb, int | float)
+    single = given == [] and isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool)
     caps = [float(cap_mb)] if single else given  # type: ignore[arg-type]
     if any(not 0 < each < math.inf for each in caps) or (cap_mb is not None and not caps):
         raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, more than 0 and finite; a list of them; or 'auto'")
+    if any(each > _MOST_MIB for each in caps):
+        raise ValueError(f"bucket_cap_mb={cap_mb!r}: MiB, not bytes: 25, say")
     return [int(each * MIB) for each in caps], single, choose

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
+
+from imece.listing import kind_of
 
 # Elements that have an fp64 copy at a time: as many as fit a core's cache, or enough to keep a GPU busy.
 _PIECE_ON_CPU, _PIECE_ON_GPU = 2**18, 2**24
 _STEPS = 2.0**40  # an fp64 norm is rounded to this many steps per power of two
+
+
+def check_limit(max_norm: object) -> None:
+    """TypeError for what is no number, such as parameters in its place; ValueError below 0, and for NaN."""
+    if not isinstance(max_norm, Real | torch.Tensor):
+        raise TypeError(
+            f"model.clip_grad_norm_({kind_of(max_norm)}): the largest norm, as 1.0, and no parameters"
+        )
+    if not float(max_norm) >= 0:
+        raise ValueError(f"model.clip_grad_norm_({max_norm}): the largest norm, from 0")
 
 
 def norm_of(tensors: Iterable[torch.Tensor], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:

@@ -28,7 +28,7 @@ from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in, refuse_uneven
 from imece.data_parallel.buffers import BufferSync
 from imece.data_parallel.joining import DDPJoinHook, agree, common_rank
-from imece.data_parallel.norm import norm_of, rounded
+from imece.data_parallel.norm import check_limit, norm_of, rounded
 from imece.data_parallel.optimizer import rates_of
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
@@ -261,8 +261,10 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         model's device. All ranks call this.
 
         The result has the same bits with every strategy. A norm that is not finite changes nothing.
-        norm_type, ValueError, RuntimeError: as for `gradient_norm`.
+        norm_type, ValueError, RuntimeError: as for `gradient_norm`. TypeError or ValueError for a `max_norm`
+        that is no number from 0.
         """
+        check_limit(max_norm)
         norm = self.gradient_norm(norm_type=norm_type)
         if max_norm < (length := float(norm)) < math.inf:
             self.scale_gradients(max_norm / length)

@@ -67,7 +67,7 @@ def test_units_by_size() -> None:
         find_units(Small(), 0)
 
 
-@pytest.mark.parametrize("wrong", ["Block", ("Block",), (Block, str), 2.5, (Block(),)])
+@pytest.mark.parametrize("wrong", ["Block", ("Block",), (Block, str), 2.5, True, (Block(),)])
 def test_units_are_classes_or_a_number(wrong: Any) -> None:
     """Asked before any rank waits, and where nothing is gathered too: the script may run elsewhere next."""
     for ask in (GatherOptions, lambda units: find_units(Small(), units)):
@@ -98,9 +98,18 @@ def test_which_unit_has_a_parameter() -> None:
     assert nested["0.0.up.weight"] == 1 and nested["0.1.weight"] == 0 and nested["0.2.weight"] == 2
 
 
-def test_gathers_in_flight_is_checked() -> None:
-    with pytest.raises(ValueError, match="gathers_in_flight is 0"):
-        GatherOptions(in_flight=0)
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        ({"in_flight": 0}, ValueError, "gathers_in_flight is 0"),
+        ({"in_flight": "2"}, TypeError, "gathers_in_flight='2': a whole number"),
+        ({"reshard_after_forward": 4}, TypeError, "reshard_after_forward=4: True or False"),
+        ({"always": "no"}, TypeError, "gather='no': True or False"),
+    ],
+)
+def test_how_to_gather_is_checked(wrong: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        GatherOptions(**wrong)
 
 
 class Expert(Block):

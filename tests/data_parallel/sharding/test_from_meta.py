@@ -129,6 +129,10 @@ def from_meta_unfilled(group: dist.ProcessGroup) -> None:
         other = Small()
     with pytest.raises(ValueError, match="no model on the meta device"):
         wrap(other, group, "replicate")
+    other = Small()
+    other.head.to("meta")
+    with pytest.raises(ValueError, match="on the meta device, without memory, and others are not: make all"):
+        wrap(other, group)
 
 
 CHECKS: dict[str, Check] = {

@@ -57,6 +57,11 @@ class GatherOptions:
 
     def __post_init__(self) -> None:
         check_wanted(self.units)
+        for name, flag in (("reshard_after_forward", self.reshard_after_forward), ("gather", self.always)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}={flag!r}: True or False")
+        if self.in_flight is not None and not isinstance(self.in_flight, int):
+            raise TypeError(f"gathers_in_flight={self.in_flight!r}: a whole number, at least 1")
         if self.in_flight is not None and self.in_flight < 1:
             raise ValueError(f"gathers_in_flight is {self.in_flight}; it must be at least 1")
 

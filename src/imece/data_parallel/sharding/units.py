@@ -239,7 +239,7 @@ class Unit:
 
 def check_wanted(wanted: object) -> None:
     """TypeError for what is neither classes of modules nor a number; ValueError for a number below 1."""
-    if isinstance(wanted, int):
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
         if wanted < 1:
             raise ValueError(f"units={wanted}: a unit has at least 1 element")
         return
