@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from imece.data.batches import Batches
 from imece.data.build import build
 from imece.data.corpus import Source, held_out
 from imece.data.records import TEXT
 from imece.data.sources import sources
 from imece.data.tokenizer import ByteTokenizer
 from imece.data.tokens import MANIFEST, TokenFiles, open_tokens
+from imece.train.evaluate import evaluate
+from imece.train.model.precision import Precision
 from tests.data.helpers import mistake
 
 _FILES = ("train.bin", "train.idx", "validation.bin", "validation.idx")
@@ -66,6 +70,16 @@ def test_damage_is_named(made: TokenFiles, name: str) -> None:
     assert f"{path}: cannot be read (No such file" in mistake(open_tokens, made.folder)
     path.write_bytes(whole)
     open_tokens(made.folder, verify=True)
+
+
+def test_tokens_that_somebody_writes_to_while_they_are_read(made: TokenFiles) -> None:
+    batches, path = Batches(made.train, 4, 2, seed=0), made.folder / "train.bin"
+    batches.for_rank(0, 0, 1)
+    with path.open("r+b") as file:
+        file.write(b"\x01\x01" * len(made.train.tokens))  # 257
+    said = mistake(batches.for_rank, 0, 0, 1)
+    assert said.startswith(f"{path}: token 257 of a vocabulary of 257: somebody writes to it")
+    assert mistake(evaluate, torch.nn.Linear(1, 1), made.train, 4, 1, Precision("fp32", "cpu")) == said
 
 
 def test_offsets_are_looked_at_every_time(made: TokenFiles) -> None:

@@ -207,6 +207,7 @@ class Batches:
             rows[into], which = windows.read(numbers)
             if counts is not None:
                 counts[into] = which
+        self.part.check(rows)
         return rows, counts
 
     def _by_source(self, places: Sequence[Place]) -> Iterator[tuple[Windows, list[int], list[int]]]:

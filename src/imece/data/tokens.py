@@ -50,6 +50,7 @@ class Part:
     begin: int | None = None  # id of the token at the beginning of each document, if there is one
     source: str = ""  # its name, if this is only what the part has of one of several sources
     divided: tuple[Part, ...] = ()  # the same by source, if there are several
+    vocab_size: int | None = None  # all ids are below it; None: not known
 
     @property
     def sources(self) -> tuple[Part, ...]:
@@ -79,6 +80,15 @@ class Part:
     def document(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """The tokens of one document, with those that begin and end it."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def check(self, read: npt.NDArray[np.int64]) -> None:
+        """UserError if one of these tokens, which were read, cannot have been written by `build`."""
+        if self.vocab_size is not None and (found := int(read.max(initial=0))) >= self.vocab_size:
+            where = getattr(self.tokens, "filename", self.title)
+            raise UserError(
+                f"{where}: token {found} of a vocabulary of {self.vocab_size}: somebody writes to it; "
+                "started again, imece train makes it anew"
+            )
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,7 @@ def _open_part(
         learned = _map(folder / f"{name}.{ANSWERS}", np.dtype(np.bool_), counts["tokens"])
     part = Part(
         name, tokens, offsets, made_from["end"], counts["bytes"], learned, counts["learned"],
-        begin=made_from["begin"],
+        begin=made_from["begin"], vocab_size=made_from["vocab_size"],
     )  # fmt: skip
     return replace(part, divided=tuple(_divided(part, counts.get(SOURCES, {}))))
 

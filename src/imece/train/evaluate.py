@@ -62,6 +62,7 @@ def evaluate(
         numbers = range(first, min(first + batch, chosen))  # empty for the last ranks in the last round
         read = [number * windows // chosen for number in numbers]
         inputs, targets = _windows(part, seq, read) if whole is None else _whole_windows(whole, read)
+        part.check(inputs)
         begins = None
         if separate:
             array = _begins(part, seq, read) if whole is None else whole.begins(read or [0])
