@@ -37,6 +37,7 @@ os.environ[_MARK] = uuid.uuid4().hex
 os.environ["IMECE_HERE"] = f"{tempfile.gettempdir()}/imece-tests-{os.environ[_MARK]}/here.toml"
 _STARTED = 17  # where /proc/PID/stat says when, counted after the parent
 _strangers: set[tuple[str, bytes]] = set()  # processes without the mark, by number and when they were started
+_seen: tuple[bytes, set[psutil.Process]] = b"", set()  # the newest process of the machine, and ours by then
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _SEEN_GPUS = os.environ.get(_GPUS)
 
@@ -136,16 +137,27 @@ def _show_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """After each test: no process that it started lives or waits to be reaped, no new name in /dev/shm."""
-    processes, names = _processes(), _shm_names()
+    processes, names = _processes_so_far(), _shm_names()
     yield
     deadline = time.monotonic() + _GRACE_S
-    while (left := _processes() - processes) and time.monotonic() < deadline:
+    left = _processes_so_far() - processes
+    while left and time.monotonic() < deadline:
         time.sleep(0.05)
+        left = _processes() - processes
     assert not left, "processes left behind: " + "; ".join(map(_describe, left))
     # A semaphore of multiprocessing's, in a test that another process runs, has its name for a moment.
     while (shm_left := _names_left(names)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not shm_left, f"left in /dev/shm: {', '.join(sorted(shm_left))}"
+
+
+def _processes_so_far() -> set[psutil.Process]:
+    """`_processes()`, and maybe some that have ended. Most tests start none: they need not look through all."""
+    global _seen
+    newest = _read_proc("loadavg").split()[-1]  # of processes and threads, whoever started it
+    if newest != _seen[0]:
+        _seen = newest, _processes()
+    return _seen[1]
 
 
 def _processes() -> set[psutil.Process]:
@@ -159,11 +171,11 @@ def _processes() -> set[psutil.Process]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             # pid (command) state parent ...: and the command may have blanks and parentheses
-            _, parent, *others = _read_proc(name, "stat").rpartition(b")")[2].split()
+            _, parent, *others = _read_proc(f"{name}/stat").rpartition(b")")[2].split()
             parents[int(name)] = int(parent)
             if (one := (name, others[_STARTED])) in _strangers:
                 continue
-            if mark in _read_proc(name, "environ").split(b"\0"):
+            if mark in _read_proc(f"{name}/environ").split(b"\0"):
                 pids.add(int(name))
             else:
                 _strangers.add(one)
@@ -182,9 +194,9 @@ def _processes() -> set[psutil.Process]:
     return {process for process in found if not _is_helper(process)}
 
 
-def _read_proc(pid: str, name: str) -> bytes:
-    """The whole of /proc/PID/NAME."""
-    fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
+def _read_proc(name: str) -> bytes:
+    """The whole of /proc/NAME."""
+    fd = os.open(f"/proc/{name}", os.O_RDONLY)
     try:
         return b"".join(iter(lambda: os.read(fd, 1 << 16), b""))
     finally:
