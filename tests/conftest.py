@@ -152,7 +152,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _processes_so_far() -> set[psutil.Process]:
-    """`_processes()`, and maybe some that have ended. Most tests start none: they need not look through all."""
+    """`_processes()`, and maybe some that have ended: most tests start none, and need not look at all."""
     global _seen
     newest = _read_proc("loadavg").split()[-1]  # of processes and threads, whoever started it
     if newest != _seen[0]:
