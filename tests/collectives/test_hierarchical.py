@@ -483,7 +483,7 @@ def differing(async_op: bool, made: bool) -> None:
     assert mesh.has_groups_of_hosts is made
     schedule = None if mesh.rank == 2 else "hierarchical"
     with pytest.raises(MismatchError, match=r"rank 2.*neither schedule nor wire"):
-        found = ops.all_reduce(shared_empty(1000), schedule=schedule, async_op=async_op)
+        found: Any = ops.all_reduce(shared_empty(1000), schedule=schedule, async_op=async_op)
         found.wait(60)
 
 
@@ -492,6 +492,6 @@ def late_groups() -> None:
         mesh = imece.init(device="cpu")
     for async_op in (True, False):
         tensor = shared_empty(1000).fill_(mesh.rank)
-        found = ops.all_reduce(tensor, schedule="hierarchical", async_op=async_op)
+        found: Any = ops.all_reduce(tensor, schedule="hierarchical", async_op=async_op)
         assert (found.wait(60) if async_op else found) is tensor and bool((tensor == 6).all())
         assert mesh.has_groups_of_hosts

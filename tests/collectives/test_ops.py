@@ -191,7 +191,7 @@ def variants(
                 yield name, torch.int64, op, shape
 
 
-def finish(result: Any, async_op: bool) -> torch.Tensor:
+def finish(result: torch.Tensor | ops.Pending, async_op: bool) -> torch.Tensor:
     """The tensor, whether the call was asynchronous or not."""
     if not async_op:
         assert isinstance(result, torch.Tensor)
@@ -328,7 +328,7 @@ def point_to_point(group: dist.ProcessGroup) -> int:
                     Recv(received[0], left, tag=1), Send(strided(make(rank)), left, tag=2),
                     Send(make(rank), right, tag=1), Recv(received[1], right, tag=2),
                 ]  # fmt: skip
-                result = ops.exchange(messages, group=group, async_op=async_op)
+                result: Any = ops.exchange(messages, group=group, async_op=async_op)
                 assert (result.wait() if async_op else result) is None
                 same(received[0], make(left), "", f"exchange from the left {dtype} {list(shape)}")
                 same(received[1], make(right), "", f"exchange from the right {dtype} {list(shape)}")
@@ -444,7 +444,7 @@ def inference_tensors(group: dist.ProcessGroup, inside: bool) -> int:
             messages: list[Send | Recv] = [Send(each[rank], rank), Recv(own, rank)]
             if world_size > 1:
                 messages += [Send(source, right), Recv(got, left)]
-            result = ops.exchange(messages, group=group, async_op=async_op)
+            result: Any = ops.exchange(messages, group=group, async_op=async_op)
             assert (result.wait() if async_op else result) is None
         same(tensor, reference(make, world_size, op), op, f"all_reduce {how}")
         same(whole, each, "", f"all_gather {how}")

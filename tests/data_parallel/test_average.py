@@ -378,9 +378,8 @@ def trained_together(group: dist.ProcessGroup) -> None:
 
 def mistakes(group: dist.ProcessGroup) -> None:
     x, y = part(3, 0)
-    model = DistributedDataParallel(Net(), process_group=group)
     with pytest.raises(ValueError, match="averages over ranks"):
-        model.weigh(torch.tensor(1.0), 3)
+        DistributedDataParallel(Net(), process_group=group).weigh(torch.tensor(1.0), 3)
     model = wrap(group, "samples")
     for count in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"number of samples, not over {count}"):

@@ -966,7 +966,7 @@ def refused(group: dist.ProcessGroup) -> None:
                 lambda model: momentum(Decoder(SHAPE)), strategy)  # fmt: skip
     attempt(ValueError, "no optimizer", lambda model: [], "zero1")
     with pytest.raises(TypeError, match="an SGD is no model"):
-        parallelize(momentum(Decoder(SHAPE)), Decoder(SHAPE), "zero1", group)  # type: ignore[arg-type]
+        parallelize(momentum(Decoder(SHAPE)), Decoder(SHAPE), "zero1", group)  # type: ignore[type-var]
     mistakes: dict[str, Any] = {"init": "normal", "activation_bytes": "1GB", "mesh": 2}
     for what, value in (*mistakes.items(), ("activation_bytes", -1)):
         options: dict[str, Any] = {"mesh": group, what: value}

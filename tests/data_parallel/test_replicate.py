@@ -760,7 +760,7 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return ops.all_reduce(x.clone(), group=group)  # type: ignore[no-any-return]
+        return ops.all_reduce(x.clone(), group=group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

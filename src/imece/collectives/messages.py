@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from imece.collectives.calls import Call, copy_back, flat_place, group_or_default
 from imece.collectives.execute import Message, post
 from imece.collectives.given_up import Waitable
-from imece.collectives.pending import without_gradients
+from imece.collectives.pending import Pending, without_gradients
 from imece.collectives.reduction import flattened
 from imece.collectives.shared_memory.tensors import check_rank, check_tag, check_tensor, check_written
 from imece.listing import kind_of
@@ -78,6 +78,22 @@ def recv(tensor: Tensor, src: int, *, tag: int = 0, group: Group | None = None, 
     return tensor
 
 
+@overload
+def exchange(
+    messages: Sequence[Send | Recv],
+    *,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+    label: str = "",
+) -> None: ...
+@overload
+def exchange(
+    messages: Sequence[Send | Recv], *, group: Group | None = None, async_op: Literal[True], label: str = ""
+) -> Pending[None]: ...
+@overload
+def exchange(
+    messages: Sequence[Send | Recv], *, group: Group | None = None, async_op: bool, label: str = ""
+) -> Pending[None] | None: ...
 def exchange(
     messages: Sequence[Send | Recv], *, group: Group | None = None, async_op: bool = False, label: str = ""
 ) -> Any:

@@ -19,7 +19,7 @@ calls that fail.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,34 @@ Tensor = torch.Tensor
 Group = dist.ProcessGroup
 
 
+class Options(TypedDict, total=False):
+    """What the overloads below, which type checkers read, have in common."""
+
+    group: Group | None
+    schedule: str | None
+    label: str
+
+
+class Wired(Options, total=False):
+    wire: str | None
+
+
+class Parted(Options, total=False):
+    parts: int | None
+
+
+@overload
+def all_reduce(
+    tensor: Tensor, op: object = "sum", *, async_op: Literal[False] = False, **options: Unpack[Wired]
+) -> Tensor: ...
+@overload
+def all_reduce(
+    tensor: Tensor, op: object = "sum", *, async_op: Literal[True], **options: Unpack[Wired]
+) -> Pending: ...
+@overload
+def all_reduce(
+    tensor: Tensor, op: object = "sum", *, async_op: bool, **options: Unpack[Wired]
+) -> Tensor | Pending: ...
 def all_reduce(
     tensor: Tensor,
     op: object = "sum",
@@ -125,6 +153,23 @@ def all_reduce(
     return call.scheduled(run, tensor, async_op)
 
 
+@overload
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: object = "sum",
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Wired],
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: object = "sum", *, async_op: Literal[True], **options: Unpack[Wired]
+) -> Pending: ...
+@overload
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: object = "sum", *, async_op: bool, **options: Unpack[Wired]
+) -> Tensor | Pending: ...
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -249,6 +294,18 @@ def sum_of_rows(
     return call.scheduled(both, output, async_op, replicas)
 
 
+@overload
+def all_gather(
+    output: Tensor, input: Tensor, *, async_op: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def all_gather(
+    output: Tensor, input: Tensor, *, async_op: Literal[True], **options: Unpack[Options]
+) -> Pending: ...
+@overload
+def all_gather(
+    output: Tensor, input: Tensor, *, async_op: bool, **options: Unpack[Options]
+) -> Tensor | Pending: ...
 def all_gather(
     output: Tensor,
     input: Tensor,
@@ -308,6 +365,18 @@ def all_gather(
     return call.scheduled(run, output, async_op)
 
 
+@overload
+def broadcast(
+    tensor: Tensor, src: int = 0, *, async_op: Literal[False] = False, **options: Unpack[Parted]
+) -> Tensor: ...
+@overload
+def broadcast(
+    tensor: Tensor, src: int = 0, *, async_op: Literal[True], **options: Unpack[Parted]
+) -> Pending: ...
+@overload
+def broadcast(
+    tensor: Tensor, src: int = 0, *, async_op: bool, **options: Unpack[Parted]
+) -> Tensor | Pending: ...
 def broadcast(
     tensor: Tensor,
     src: int = 0,
@@ -356,6 +425,23 @@ def broadcast(
     return call.scheduled(run, tensor, async_op)
 
 
+@overload
+def reduce(
+    tensor: Tensor,
+    dst: int = 0,
+    op: object = "sum",
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def reduce(
+    tensor: Tensor, dst: int = 0, op: object = "sum", *, async_op: Literal[True], **options: Unpack[Options]
+) -> Pending: ...
+@overload
+def reduce(
+    tensor: Tensor, dst: int = 0, op: object = "sum", *, async_op: bool, **options: Unpack[Options]
+) -> Tensor | Pending: ...
 def reduce(
     tensor: Tensor,
     dst: int = 0,
@@ -410,6 +496,12 @@ def reduce(
     return call.scheduled(run, tensor, async_op)
 
 
+@overload
+def barrier(*, group: Group | None = None, async_op: Literal[False] = False) -> None: ...
+@overload
+def barrier(*, group: Group | None = None, async_op: Literal[True]) -> Pending[None]: ...
+@overload
+def barrier(*, group: Group | None = None, async_op: bool) -> Pending[None] | None: ...
 def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
     """No rank goes on before every rank of the group has come. Returns None.
 

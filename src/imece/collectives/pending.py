@@ -25,10 +25,11 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Self, TypeVar
+from typing import Generic, Self
 
 import torch
 import torch.distributed as dist
+from typing_extensions import TypeVar
 
 from imece.collectives import given_up, recorder
 from imece.collectives.given_up import Waitable
@@ -38,6 +39,7 @@ from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from imece.status import says_peer_gone, says_timed_out
 
 Made = TypeVar("Made")
+Result = TypeVar("Result", bound=torch.Tensor | None, default=torch.Tensor, covariant=True)
 
 PATIENCE_S = 2.0  # for one task, before its groups are destroyed
 _GOODBYE_S = 0.5
@@ -62,13 +64,13 @@ def _without_gradients(inference: bool) -> contextlib.AbstractContextManager[Non
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING  # a tenth of the time
 
 
-class Pending:
+class Pending(Generic[Result]):
     """A collective under way; its tensors must be neither read nor written before `wait` returns."""
 
     def __init__(
         self,
         what: str,
-        result: torch.Tensor | None,
+        result: Result,
         works: Sequence[Waitable],
         finish: Callable[[], object] | None = None,
         token: int | None = None,
@@ -87,7 +89,7 @@ class Pending:
             recorder.hand_out(self._token)
         return self
 
-    def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
+    def wait(self, timeout_s: float | None = None) -> Result:
         """The call's tensor, complete (None for barrier and exchange). A second call returns it at once.
 
         timeout_s: for each message of the call; None means the group's own. CollectiveTimeoutError when it

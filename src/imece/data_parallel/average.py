@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -128,8 +128,8 @@ class Average:
         weight = float(present) if self.over == "ranks" else sum(map(sum, counted))
         forgot = float(present and self.over != "ranks" and not any(counted))
         total = torch.tensor([weight, forgot], dtype=torch.float64, device=self._device)
-        self._agreeing = cast(
-            Pending, ops.all_reduce(total, group=self._group, async_op=True, label=f"number of {self.over}")
+        self._agreeing = ops.all_reduce(
+            total, group=self._group, async_op=True, label=f"number of {self.over}"
         )
         for counts in counted:
             counts.clear()

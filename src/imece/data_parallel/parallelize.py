@@ -36,12 +36,13 @@ from imece.listing import kind_of
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part
 
+Model = TypeVar("Model", bound=nn.Module)
 Stepped = TypeVar("Stepped", bound=Optimizer | Sequence[Optimizer])
 """An optimizer or several, of the kind that is given, or that the given function makes."""
 
 
 def parallelize(
-    model: nn.Module,
+    model: Model,
     optimizer: Stepped | Callable[[Iterable[nn.Parameter]], Stepped],
     strategy: str = "auto",
     mesh: Mesh | dist.ProcessGroup | None = None,
@@ -58,7 +59,7 @@ def parallelize(
     init: Init | None = None,
     offload: Literal["optimizer", "parameters"] | Offload | None = None,
     activation_bytes: int | None = None,
-) -> tuple[DistributedDataParallel, Stepped]:
+) -> tuple[DistributedDataParallel[Model], Stepped]:
     """Make a model and its optimizer train as one on all ranks: `loss.backward(); optimizer.step()` as ever.
 
     Returns the wrapped model, and the given (or newly made) optimizer, which now steps this rank's part.
@@ -228,8 +229,8 @@ def _check_part(strategy: Strategy, average: Over) -> None:
 
 
 def _known(
-    wrapped: DistributedDataParallel, ranks: Mesh | dist.ProcessGroup, optimizers: Sequence[Optimizer]
-) -> DistributedDataParallel:
+    wrapped: DistributedDataParallel[Model], ranks: Mesh | dist.ProcessGroup, optimizers: Sequence[Optimizer]
+) -> DistributedDataParallel[Model]:
     """Tell the pipeline that owns this part of the model, and tell the part which ranks have the others."""
     wrapped.stepped_by = [weakref.ref(each) for each in optimizers]
     if is_across(ranks):

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from typing_extensions import TypeVar
 
 from imece.buckets import default_cap_bytes
 from imece.collectives.calls import group_or_default
@@ -67,9 +68,11 @@ from imece.mesh import Mesh
 from imece.model_parallel.divided import divided_parameters
 
 FIRST_BUCKET_BYTES = MIB
+Model = TypeVar("Model", bound=nn.Module, default=nn.Module, covariant=True)
+"""What is wrapped: `model.module` keeps its class for type checkers."""
 
 
-class DistributedDataParallel(nn.Module, TorchNames, Joinable):
+class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
     """One model on every rank, trained as one: after backward each .grad is the mean over all ranks.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel, in its order, and has its methods. The
@@ -84,7 +87,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Model,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
@@ -144,7 +147,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable):
         refuse_other_parts(module, self.process_group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.module = module
+        self.module: Model = module
         self.dim = dim
         self.parameters_to_ignore: set[str] = set(
             getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()

@@ -29,7 +29,7 @@ from imece.data_parallel.optimizer import numbers_of, set_numbers, who_steps
 from imece.data_parallel.reducing import in_backward
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.way import HIERARCHICAL, leave_together
-from imece.data_parallel.replicate import DistributedDataParallel
+from imece.data_parallel.replicate import DistributedDataParallel, Model
 from imece.data_parallel.same import check_same_optimizers, check_same_shapes, sync_from
 from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.cast import (
@@ -71,14 +71,14 @@ class ShardOptions:
     offload: Offload | None
 
 
-class ShardedDataParallel(DistributedDataParallel):
+class ShardedDataParallel(DistributedDataParallel[Model]):
     """DistributedDataParallel with a part of the model on each rank; made by `parallelize`."""
 
     sharding: Sharding
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Model,
         optimizers: Sequence[Optimizer],
         groups: ShardGroups,
         options: ShardOptions,

@@ -115,12 +115,12 @@ class _Ring:
                 under_way.wait()
                 kv = arriving
 
-    def hand_on(self, tensor: Tensor, arriving: Tensor, tag: int) -> Pending:
+    def hand_on(self, tensor: Tensor, arriving: Tensor, tag: int) -> Pending[None]:
         """Send `tensor` to the next rank and receive `arriving` from the previous one."""
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         messages: list[Send | Recv] = [Send(tensor, after, tag), Recv(arriving, before, tag)]
         label = ("keys and values", "gradients of keys and values")[tag]
-        return cast(Pending, exchange(messages, group=self.group, async_op=True, label=label))
+        return exchange(messages, group=self.group, async_op=True, label=label)
 
     def block(self, source: int) -> tuple[slice, slice, bool]:
         """(this rank's queries, the source rank's keys that they see, whether a query sees only keys up to
@@ -140,7 +140,7 @@ class _Travelling:
         self._ring = ring
         self._sums = torch.zeros_like(kv, dtype=dtype)
         self._arriving: Tensor | None = None
-        self._under_way: Pending | None = None
+        self._under_way: Pending[None] | None = None
 
     def arrived(self) -> Tensor:
         """The gradients of the current turn, which this rank adds to."""

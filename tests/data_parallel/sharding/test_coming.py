@@ -444,7 +444,7 @@ def test_each_stream_that_uses_a_parameter_waits_for_it() -> None:
         mock.patch.object(sharding_coming, "has_streams", lambda _: True),
     ):
         expected = [one(x), other(x)]
-        Coming(both, [one, other], Pending("all_gather", None, [gpu.gather()]))
+        Coming(both, [one, other], Pending("all_gather", x, [gpu.gather()]))
         gpu.current = "side"
         assert torch.equal(one(x), expected[0])
         assert list(gpu.told) == ["side waits for the gather", "side waits for side"]
@@ -459,7 +459,7 @@ def test_each_stream_that_uses_a_parameter_waits_for_it() -> None:
         assert not any(isinstance(each, ComingParameter) for each in both) and not one._forward_pre_hooks
         gpu.told.clear()
         gpu.done = False
-        Coming(both, [one, other], Pending("all_gather", None, [gpu.gather()]))
+        Coming(both, [one, other], Pending("all_gather", x, [gpu.gather()]))
         repr(one.bias)
         assert list(gpu.told) == ["third waits for the gather", "the host waits for third"]
         assert not any(isinstance(each, ComingParameter) for each in both)
@@ -500,6 +500,7 @@ def each_waits_for_its_own() -> None:
     torch.manual_seed(3)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     optimizers = [SGD(layer.parameters(), lr=0.1) for layer in module]
+    model: imece.DistributedDataParallel
     model, _ = imece.parallelize(module, optimizers, "zero1", bucket_cap_mb=CAP_MB)
     with held() as gathers:
         model(torch.randn(4, WIDTH)).sum().backward()
