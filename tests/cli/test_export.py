@@ -36,6 +36,7 @@ from tests.cli.refused import refused
 from tests.ranks import start_ranks
 
 FILES = [
+    "README.md",
     "config.json",
     "generation_config.json",
     "model.safetensors",

@@ -453,7 +453,8 @@ def test_peft_reads_the_adapters(runs: tuple[Path, dict[str, Any]], tmp_path: Pa
     folder, _ = runs
     run, out = folder / "replicate", tmp_path / "adapter"
     assert main(["export", str(run), str(out), "--to=adapter"]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    files = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == files
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "source", dtype=torch.float32)
     ours, _ = trained_model(RunFolder(run), "best")
     tokens = torch.randint(290, (2, 12), generator=torch.Generator().manual_seed(1))

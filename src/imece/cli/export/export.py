@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 
 from imece.checkpoint.state.names import MODEL
 from imece.cli.export.adapter import FOUR_BITS, write_adapter
+from imece.cli.export.card import CARD, write_card
 from imece.cli.options import parse
 from imece.data.chats import TEMPLATE, Chats
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -49,7 +50,7 @@ DESCRIPTION = (
     "Write a trained model for other programs. --to hf: a folder with config.json, model.safetensors and the "
     "tokenizer, which transformers and what builds on it load as a Llama model, or as the kind of model that "
     "the run began with; adapters are in its weights. --to adapter: of a run with --lora.rank the adapters "
-    "alone, for peft."
+    "alone, for peft. README.md there is a card for the Hub."
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GENERATION_CONFIG = "generation_config.json"
@@ -97,6 +98,7 @@ def run(argv: Sequence[str]) -> int:
             parameters = write_adapter(partial, saved, config, dtype)
         else:
             parameters = write_hugging_face(partial, weights_of(folder, saved), dtype, most_bytes)
+        write_card(partial, folder, saved, parameters, options.dtype, adapter=options.to == "adapter")
     size = sum(path.stat().st_size for path in target.iterdir())
     told = gigabytes(size) if size >= 1e9 else megabytes(size)
     print(f"{options.folder}: step {saved.step}, {si(parameters)} parameters, {options.dtype}, {told}")
@@ -112,6 +114,7 @@ def run(argv: Sequence[str]) -> int:
             print(f"      by from_pretrained(..., quantization_config={FOUR_BITS})")
     else:
         print(f"load  transformers.AutoModelForCausalLM.from_pretrained({options.folder!r})")
+    print(f"card  {os.path.join(options.folder, CARD)}: before you publish it, say the license there")
     return 0
 
 
