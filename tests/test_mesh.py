@@ -175,6 +175,7 @@ def test_one_rank_needs_no_launcher_and_no_second_init() -> None:
     try:
         assert sys.excepthook.__module__ == "imece.status", "failures are told to the launcher"
         assert (mesh.rank, mesh.world_size, mesh.hosts, mesh.backend) == (0, 1, ((0,),), "shm")
+        assert repr(mesh) == "<imece.Mesh rank 0 of 1 on 1 host, cpu, shm>"
         assert mesh.world.master_port is None
         assert imece.init() is mesh is mesh_module.current()
         with pytest.raises(UserError) as caught:
@@ -326,6 +327,7 @@ def hosts_and_groups() -> dict[str, Any]:
     mesh = imece.init({"replicate": 2, "shard": 2})
     cross = mesh.cross_group
     found = {
+        "repr": repr(mesh),
         "hosts": mesh.hosts,
         "backend": mesh.backend,
         "host": dist.get_process_group_ranks(mesh.host_group),
@@ -343,7 +345,8 @@ def test_two_emulated_hosts() -> None:
     by_rank = run_ranks(hosts_and_groups, 4, backend=None, ranks_per_host=2)
     for rank, found in enumerate(by_rank):
         mine = [0, 1] if rank < 2 else [2, 3]
-        assert found["hosts"] == [[0, 1], [2, 3]]
+        said = f"<imece.Mesh rank {rank} of 4 on 2 hosts, replicate 2, shard 2, cpu, gloo>"
+        assert (found["repr"], found["hosts"]) == (said, [[0, 1], [2, 3]])
         assert found["host"] == mine and found["bits"] == sum(1 << other for other in mine)
         assert found["cross"] == [rank % 2, rank % 2 + 2]
         assert found["backend"] == "gloo"

@@ -19,6 +19,7 @@ from imece.axes import AXES, PLACEMENT, Partition, coordinates, crossing, partit
 from imece.buckets import LANES
 from imece.errors import UserError
 from imece.groups import Groups, finish
+from imece.listing import many
 from imece.world import OPENED, World, mark_opened
 
 
@@ -85,6 +86,11 @@ class Mesh:
         _open = self
         atexit.register(self.close)
         mark_opened(self.world)
+
+    def __repr__(self) -> str:
+        axes = [f"{axis} {self._sizes[axis]}" for axis in PLACEMENT if self._sizes[axis] > 1]
+        where = f"rank {self.rank} of {self.world_size} on {many(len(self.hosts), 'host')}"
+        return f"<imece.Mesh {', '.join([where, *axes, str(self.device), self.backend])}>"
 
     @property
     def rank(self) -> int:

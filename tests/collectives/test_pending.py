@@ -32,6 +32,16 @@ def fail(group: Group) -> None:
     raise ZeroDivisionError(str(group))
 
 
+def test_how_a_call_is_shown() -> None:
+    go_on = threading.Event()
+    call = imece.Pending("all_reduce", torch.ones(1), [in_background(go_on.wait)])
+    shown = [repr(call)]
+    go_on.set()
+    call.wait()
+    shown.append(repr(call))
+    assert shown == ["<imece.Pending all_reduce, under way>", "<imece.Pending all_reduce, done>"]
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_what_runs_in_the_background_records_no_gradients(recorded: bool) -> None:
     """Its thread would, whether the one that calls does or not."""

@@ -610,3 +610,17 @@ def test_states_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
     assert sampler.state_dict() == before
     with pytest.raises(ValueError, match="has no seed, consumed"):
         sampler.load_state_dict({k: v for k, v in before.items() if k not in ("seed", "consumed")})
+
+
+def test_how_a_sampler_is_shown() -> None:
+    _, sampler = samplers(1_000, 2, seed=3)
+    indices = iter(sampler)
+    for _ in range(100):
+        next(indices)
+    assert repr(sampler) == (
+        "<imece.DistributedSampler rank 1 of 2, epoch 0, 200 of 1,000 samples read by all ranks, "
+        "shuffled by seed 3>"
+    )
+    sampler.set_epoch(4)
+    assert ", epoch 4, 0 of 1,000 samples read by all ranks, " in repr(sampler)
+    assert repr(DistributedSampler(Numbers(3), shuffle=False)).endswith(", in order>")

@@ -446,7 +446,10 @@ def regroup_hosts(folder: str) -> None:
         training.step(step)
     file = Path(folder) / str(mesh.rank)
     keep(training.state.own(), file)
+    described = [repr(training.model).splitlines()[1]]
     training.model.leave()
+    described.append(repr(training.model).splitlines()[1])
+    assert described == ["  hybrid, 4 ranks", "  hybrid, 0 ranks"]
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
     companions.forget()

@@ -83,6 +83,9 @@ class Pending(Generic[Result]):
         self._finish = finish
         self._inference = torch.is_inference_mode_enabled()
 
+    def __repr__(self) -> str:
+        return f"<imece.Pending {self._what}, {'done' if self.done() else 'under way'}>"
+
     def handed_out(self) -> Self:
         """The call goes on by itself; the recorder counts this rank as waiting only from `wait` on."""
         if self._token is not None:

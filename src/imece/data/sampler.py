@@ -121,6 +121,13 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self.total_size = self._end(0)
         self.num_samples = len(range(rank, self.total_size, num_replicas))
 
+    def __repr__(self) -> str:
+        place, order = self._state(), f"shuffled by seed {self.seed}" if self.shuffle else "in order"
+        return (
+            f"<imece.DistributedSampler rank {self.rank} of {self.num_replicas}, epoch {place['epoch']}, "
+            f"{place['consumed']:,} of {self.length:,} samples read by all ranks, {order}>"
+        )
+
     @property
     def epoch(self) -> int:
         """The epoch that was begun last; after `set_epoch` and `load_state_dict`, the next one."""

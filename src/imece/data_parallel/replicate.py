@@ -63,7 +63,7 @@ from imece.data_parallel.shard import Sharding
 from imece.data_parallel.sharding.parts import Part
 from imece.data_parallel.torch_names import TorchNames
 from imece.layout import MIB
-from imece.listing import kind_of
+from imece.listing import kind_of, many
 from imece.mesh import Mesh
 from imece.model_parallel.divided import divided_parameters
 
@@ -196,6 +196,11 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         self._registered = registered.times()
         self._newcomers: list[tuple[str, nn.Parameter]] = []  # since the model was wrapped
         other_models.watch(self)
+
+    def extra_repr(self) -> str:
+        """In the model's repr: how it is trained, and on how many ranks."""
+        group: dist.ProcessGroup | None = self.__dict__.get("process_group")  # none after `leave`
+        return f"{self.strategy}, {many(group.size() if group is not None else 0, 'rank')}"
 
     # Training.
 

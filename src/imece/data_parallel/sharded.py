@@ -431,7 +431,7 @@ class ShardedDataParallel(DistributedDataParallel[Model]):
     @property
     def strategy(self) -> str:
         """As in DistributedDataParallel."""
-        return self.sharding.strategy.name
+        return self._options.strategy.name
 
     @property
     def frozen_names(self) -> list[str]:
