@@ -44,7 +44,12 @@ Clock = dict[int, int]
 
 
 class Race(AssertionError):
-    """Nothing orders what has to be in order."""
+    """Nothing orders what has to be in order. All are kept: a thread that is late may raise one when nobody
+    waits for it any more."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        gpu.races.append(self)
 
 
 def _merge(into: Clock, other: Clock) -> None:
@@ -141,6 +146,7 @@ class _Gpu:
         self.nccl: dict[str, Stream] = {}  # by group
         self.waits: list[str] = []  # of the host for the GPU
         self.launchers: set[str] = set()  # threads that have begun a collective
+        self.races: list[Race] = []
         self.over = False  # a thread may still be about to compute
 
     def end(self) -> None:
@@ -416,7 +422,8 @@ def _post(sends: Sequence[Any], receives: Sequence[Any], group: dist.ProcessGrou
 
 @contextlib.contextmanager
 def cpu_as_gpu() -> Iterator[_Gpu]:
-    """Inside, tensors made on "cuda" are taken for a GPU's, and NCCL moves them. AssertionError: a Race.
+    """Inside, tensors made on "cuda" are taken for a GPU's, and NCCL moves them. A Race is raised where it is
+    seen, and at the end of the block in the place of what came of it if nobody has heard of it there.
 
     In a process of its own: threads that are there already know nothing of it.
     """
@@ -456,4 +463,8 @@ def cpu_as_gpu() -> Iterator[_Gpu]:
         inside.enter_context(_Functions())
         inside.enter_context(_Operations())  # type: ignore[no-untyped-call]
         inside.callback(gpu.end)
-        yield gpu
+        try:
+            yield gpu
+        finally:
+            if gpu.races:
+                raise gpu.races[0]
