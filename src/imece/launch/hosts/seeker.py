@@ -142,7 +142,7 @@ class Seeker:
             others = [address for host, address in here.book.items() if host != here.me]
             here.say(
                 f"host {here.me} still reaches nobody at {some(list(map(describe, others)), 3)}: is the way "
-                "there cut, or has the other host another address now?"
+                "there cut, has the other host another address now, or has the job ended there?"
             )
             return
         here.say(
