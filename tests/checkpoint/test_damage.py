@@ -210,12 +210,14 @@ def test_a_checkpoint_under_another_name(folder: Path, tmp_path: Path) -> None:
     assert_whole(open_checkpoint(tmp_path / "mine"), 2, 2)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert newest(tmp_path / "none", print) is None and best(tmp_path / "none", print) is None
     (tmp_path / "step-00000001").mkdir()
     lines: list[str] = []
     assert newest(tmp_path, lines.append) is None and len(lines) == 1
     assert best(tmp_path, lines.append) is None and lines == lines[:1] * 2
+    assert newest(tmp_path) is None and best(tmp_path) is None
+    assert capsys.readouterr().err.splitlines() == [f"imece: {each}" for each in lines]
     with pytest.raises(UserError, match="no such checkpoint"):
         open_checkpoint(tmp_path / "step-00000002")
 

@@ -16,11 +16,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from imece import mesh as meshes
 from imece.checkpoint import Checkpoints, Saved, all_steps, best, commit, files, load, open_checkpoint
 from imece.checkpoint.manifest import seal, unseal
 from imece.checkpoint.room import Room
 from imece.errors import UserError
 from tests.checkpoint.crew import assert_whole, crew, newest_whole, partials, state_of
+from tests.meshes import FakeMesh
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
@@ -411,10 +413,29 @@ def test_a_folder_in_which_nothing_can_be_written(
 
 
 def test_keeps_at_least_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep at least 1"), crew(tmp_path, 1, keep=0):
-        pass
+    for keep in (0, "2"):
+        with pytest.raises(ValueError, match=f"keep={keep!r}: a whole number, at least 1"):
+            Checkpoints(tmp_path, rank=0, world_size=1, keep=keep)  # type: ignore[arg-type]
 
 
 def test_ranks_are_those_of_the_world(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank=2, world_size=2: ranks are 0, 1"):
         Checkpoints(tmp_path, rank=2, world_size=2, alarm=print)
+    with pytest.raises(UserError, match="there is no mesh of ranks yet"):
+        Checkpoints(tmp_path)
+
+
+def test_ranks_are_those_of_the_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default, and alarms go to standard error."""
+    monkeypatch.setattr(meshes, "current", lambda: FakeMesh({"replicate": 1}))
+    with contextlib.closing(Checkpoints(tmp_path / "folder")) as checkpoints:
+        checkpoints.save(1, state_of(1), {"step": 1})
+        assert checkpoints.finish()
+        assert open_checkpoint(tmp_path / "folder" / "step-00000001").rank_states == [None]
+        shutil.rmtree(tmp_path / "folder")
+        (tmp_path / "folder").touch()
+        checkpoints.save(2, state_of(2), {"step": 2})
+        assert not checkpoints.finish()
+    assert capsys.readouterr().err.startswith("imece: ")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,10 +225,15 @@ def test_what_cannot_be_saved_is_refused_at_once(
 def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
     """A state dict of dicts, a loss: these are for the state."""
     with crew(tmp_path, 1) as ranks:
-        for value, kind in ((None, "NoneType"), ({"a": 1}, "dict"), (0.5, "float")):
+        for value, kind in ((None, "None"), ({"a": 1}, "a dict"), (0.5, "a float")):
             no_tensors: Any = {"the name": value}
-            with pytest.raises(TypeError, match=f"tensor 'the name' is a {kind}: hand in tensors and slices"):
+            with pytest.raises(TypeError, match=f"tensor 'the name' is {kind}: hand in tensors and slices"):
                 ranks.ranks[0].save(1, no_tensors, {}, None)
+        no_tensors = SimpleNamespace()  # as a TrainingState, whose tensors() were forgotten
+        with pytest.raises(
+            TypeError, match=r"tensors: a SimpleNamespace, where TrainingState\.tensors\(\) or"
+        ):
+            ranks.ranks[0].save(1, no_tensors, {})
         quantised = Quantised.of(torch.ones(2, 2))
         with pytest.raises(ValueError, match="tensor 'the name' is a Quantised, which is made of others"):
             ranks.ranks[0].save(1, {"the name": quantised}, {}, None)
@@ -240,7 +246,7 @@ def _nested(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("step", "state", "rank_state", "says"),
     [
-        (1, None, None, "state: a dict, not a NoneType"),
+        (1, None, None, "state: a dict, not None"),
         (1, [1, 2], None, "state: a dict, not a list"),
         (1, {"a": {3: [0, object()]}}, None, "state['a'][3][1]: an object is not JSON serializable"),
         (1, {"a": torch.ones(1).to_sparse()}, None, "state['a']: a Tensor is not JSON serializable"),

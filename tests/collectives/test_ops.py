@@ -505,6 +505,7 @@ def make_mistakes() -> None:
         (lambda: ops.all_reduce(x.int(), wire="bf16"), "floating point numbers, not torch.int32"),
         (lambda: ops.broadcast(x, 2), "broadcast from rank 2: the group has ranks 0 to 1"),
         (lambda: ops.reduce(x, -1), "reduce to rank -1: the group has ranks 0 to 1"),
+        (lambda: ops.reduce(x, wrong), "reduce to rank 'a': a number is expected"),
         (lambda: ops.send(x, 7), "send to rank 7"),
         (lambda: ops.send(x, 1 - dist.get_rank(), tag=2**63), "tag 9223372036854775808: a tag is a whole"),
         (lambda: ops.exchange([Recv(x, 1 - dist.get_rank(), wrong)]), "tag 'a': a tag is a whole number"),

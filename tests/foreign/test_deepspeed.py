@@ -416,6 +416,12 @@ def test_what_cannot_be(content: dict[str, Any], said: str) -> None:
         read(**{"ranks": 2, **content})
 
 
+@pytest.mark.parametrize("ranks", [0, "2"])
+def test_ranks_that_are_no_number(ranks: Any) -> None:
+    with pytest.raises(UserError, match=f"ranks={ranks!r}: a whole number, 1 or more"):
+        imece.read_settings(WHOLE, ranks)
+
+
 def test_a_section_that_is_off() -> None:
     found = imece.read_settings({"train_batch_size": 8.0, "zero_optimization": False, "fp16": False})
     assert (found.strategy, found.dtype, found.global_batch) == ("replicate", "fp32", 8)

@@ -32,7 +32,7 @@ LARGE = nn.Linear(1024, 1024)
         ((5, SGD, NETWORK), {}, TypeError, r"an SGD is no model: imece.steps\(total, model, optimizer\)"),
         ((5, [NETWORK], SGD), {}, TypeError, "a list is no model: .*; several are one nn.Module"),
         ((5, NETWORK, SCHEDULER), {}, TypeError, "a StepLR is no optimizer"),
-        ((5, NETWORK, [SGD, None]), {}, TypeError, "a NoneType is no optimizer"),
+        ((5, NETWORK, [SGD, None]), {}, TypeError, "None is no optimizer"),
         ((5, NETWORK, []), {}, ValueError, "there is no optimizer: give all that step the model"),
         (
             (5, NETWORK, SGD),

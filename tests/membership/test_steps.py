@@ -218,7 +218,7 @@ sgd = lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9)
 model, optimizer = imece.parallelize(torch.nn.Linear(2, 1), sgd, "zero1")
 state = TrainingState(model, [optimizer])
 folder = Path(sys.argv[1]) / "saved"
-checkpoints = Checkpoints(folder, rank=mesh.rank, world_size=mesh.world_size, alarm=print)
+checkpoints = Checkpoints(folder, alarm=print)
 for step in imece.steps(30, model, optimizer):
     with step as number:
         model(torch.ones(2, 2) * number).square().mean().div(1000).backward()

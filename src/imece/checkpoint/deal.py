@@ -35,6 +35,10 @@ Tensors = Mapping[str, torch.Tensor | Slice]
 
 def kinds(tensors: Tensors) -> dict[str, Kind]:
     """What there is to save, by name: ValueError or TypeError, with the name, for what cannot be saved."""
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"tensors: {kind_of(tensors)}, where TrainingState.tensors() or a dict of tensors belongs"
+        )
     found = {}
     for name in sorted(tensors):
         value = tensors[name]

@@ -19,7 +19,7 @@ import torch
 
 from imece import mesh as meshes
 from imece import moments
-from imece.checkpoint import commit, deal
+from imece.checkpoint import commit, deal, files
 from imece.checkpoint.manifest import Json
 from imece.checkpoint.meeting import NotSavedError, Stop
 from imece.checkpoint.states import as_json, from_json
@@ -56,10 +56,10 @@ class Checkpoints:
         self,
         folder: Path | str,
         *,
-        rank: int,
-        world_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
         keep: int = 2,
-        alarm: Callable[[str], None],
+        alarm: Callable[[str], None] = files.on_stderr,
         limit_s: float = 300.0,
     ) -> None:
         """keep: how many of the newest stay, fewer if the disk has no room for one more; the one with the
@@ -76,14 +76,18 @@ class Checkpoints:
         then. From the first save on, the folder belongs to this object: each save of a `Checkpoints` that
         began to save here earlier is an alarm.
 
-        rank, world_size: if these are the mesh's and the mesh changes (imece.steps), they follow it. A save
-        under way then fails, with an alarm; the next one is of the new ranks. `save` and `finish` raise
-        PeerLostError if they would wait for a rank that is gone.
+        rank, world_size: by default the mesh's. If these are the mesh's and the mesh changes (imece.steps),
+        they follow it. A save under way then fails, with an alarm; the next one is of the new ranks. `save`
+        and `finish` raise PeerLostError if they would wait for a rank that is gone.
         """
+        if rank is None or world_size is None:
+            mesh = meshes.current()
+            rank = mesh.rank if rank is None else rank
+            world_size = mesh.world_size if world_size is None else world_size
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}, world_size={world_size}: ranks are 0, 1, ... below world_size")
-        if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep={keep!r}: a whole number, at least 1")
         self._folder, self._keep = Path(folder), keep
         self._alarm, self._limit_s = alarm, limit_s
         self._thread: threading.Thread | None = None
@@ -143,7 +147,7 @@ class Checkpoints:
         step: int,
         tensors: Mapping[str, torch.Tensor | deal.Slice],
         state: Json,
-        rank_state: Any,
+        rank_state: Any = None,
         *,
         metric: float | None = None,
         keep_all: bool = False,

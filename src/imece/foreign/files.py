@@ -27,8 +27,8 @@ def read_settings(file: str | os.PathLike[str] | Mapping[str, Any], ranks: int |
 
     UserError, with the file's name, if it cannot be read, belongs to neither program, or has wrong values.
     """
-    if ranks is not None and ranks < 1:
-        raise UserError(f"ranks={ranks}: 1 or more are possible")
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise UserError(f"ranks={ranks!r}: a whole number, 1 or more")
     name = "this configuration" if isinstance(file, Mapping) else os.fspath(file)
     content = file if isinstance(file, Mapping) else _content(Path(file))
     if accelerate.is_accelerate(content):

@@ -217,11 +217,11 @@ def test_what_is_no_wrapped_model_no_optimizer_and_no_checkpoint(mesh: object, t
     model, optimizers = by_two("replicate")
     wrong: Any
     for wrong in (None, [optimizers[0], None]):
-        with pytest.raises(TypeError, match=r"TrainingState: a NoneType is no optimizer: give one, or"):
+        with pytest.raises(TypeError, match=r"TrainingState: None is no optimizer: give one, or"):
             TrainingState(model, wrong)
-    folder: Any = tmp_path
-    with pytest.raises(TypeError, match=r"load: a PosixPath is no checkpoint: open it, as newest\(folder"):
-        TrainingState(*by_two("replicate")).load(folder)
+    for wrong, kind in ((tmp_path, "a PosixPath"), (None, "None"), ({"model": {}}, "a dict")):
+        with pytest.raises(TypeError, match=rf"load: {kind} is no checkpoint: open it, as newest\(folder"):
+            TrainingState(*by_two("replicate")).load(wrong)
 
 
 def test_digests_keep_no_memory() -> None:

@@ -198,10 +198,10 @@ class TrainingState:
         another optimizer's state, for states in blocks of another kind, and for another base if the
         checkpoint leaves a frozen base out.
         """
-        if isinstance(saved, str | Path):
+        if isinstance(saved, str | Path | dict | None):
             raise TypeError(
-                f"TrainingState.load: {kind_of(saved)} is no checkpoint: open it, as newest(folder, "
-                "damaged=print) or open_checkpoint(folder) do"
+                f"TrainingState.load: {kind_of(saved)} is no checkpoint: open it, as newest(folder) or "
+                "open_checkpoint(folder) do; newest returns None where there is none"
             )
         saved = as_part(saved, self._model.module)
         shapes = {name: tuple(each.shape) for name, each in shaped(self._model).items()}

@@ -60,7 +60,10 @@ def named(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[...,
 
 
 def check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
-    """ValueError unless the group has such a rank."""
+    """ValueError unless the group has such a rank; TypeError for what is no number, as where arguments are in
+    another order."""
+    if not isinstance(rank, SupportsIndex):
+        raise TypeError(f"{what} rank {rank!r}: a number is expected")
     if not 0 <= rank < group.size():
         raise ValueError(f"{what} rank {rank}: the group has ranks 0 to {group.size() - 1}")
 
