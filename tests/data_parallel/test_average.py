@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from imece import DistributedDataParallel, parallelize
+from imece import DistributedDataParallel, GradScaler, parallelize
 from imece.data_parallel.average import OVER, Over
+from imece.errors import MismatchError
 from tests.data_parallel.checks import Check, Job, jobs, passed
 
 CLASSES = 5
@@ -100,6 +101,86 @@ def any_counts(group: dist.ProcessGroup) -> None:
                     assert each.grad is None or not each.grad.any()
                     each.grad = None
             same(model, alone, f"{over}, counts {counts}")
+
+
+# As `bring`, but the total is said, and each micro-batch is reduced unless it is in no_sync.
+def bring_of(model: DistributedDataParallel, mine: Part, total: float, scaler: GradScaler) -> None:
+    x, y = mine
+    loss = model.weigh(functional.cross_entropy(model(x), y), len(y), total)
+    scaler.scale(loss).backward()
+
+
+def of_a_total(group: dist.ProcessGroup) -> None:
+    """Micro-batches that are reduced one by one add up to the mean over all of them, under every strategy,
+    with some of them in no_sync, fp16's scale, and a rank that has run out."""
+    rank, last = dist.get_rank(), group.size() - 1
+    for strategy, step in itertools.product(("replicate", "zero1", "zero2", "zero3"), range(4)):
+        net = Net()
+        sgd = torch.optim.SGD(net.parameters())
+        model, optimizer = parallelize(net, sgd, strategy, group, average="tokens", bucket_cap_mb=1e-4)
+        with model.gathered():
+            begun = copy.deepcopy(model.module)
+        leaves = step == 3 and strategy != "zero3"  # the last rank, before its third micro-batch
+        parts = [
+            [part((3 * at + 5 * micro + step) % 7, 100 * step + 10 * at + micro) for micro in range(4)]
+            for at in range(group.size())
+        ]
+        if leaves:
+            del parts[last][2:]
+        alone = whole(begun, [one for each in parts for one in each])
+        total = sum(len(y) for each in parts for _, y in each)
+        scaler = GradScaler("cpu", init_scale=2.0**step, enabled=step > 0)
+        with model.join(enable=leaves):
+            for micro, mine in enumerate(parts[rank]):
+                local = (step == 1 and micro == 1) or (step == 2 and micro in (0, 2))
+                with model.no_sync() if local else contextlib.nullcontext():
+                    bring_of(model, mine, total, scaler)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+        assert model.strategy == strategy
+        wanted = dict(alone.named_parameters())
+        if strategy == "replicate" and not (leaves and rank == last):  # that has gradients of its own
+            same(model, alone, f"{strategy}, step {step}")
+        for each in model.parts:
+            grad = wanted[each.name].grad
+            grad = torch.zeros_like(wanted[each.name]) if grad is None else grad
+            got = torch.zeros(each.stop - each.start) if each.parameter.grad is None else each.parameter.grad
+            expected = grad.flatten()[each.start : each.stop]
+            torch.testing.assert_close(got.flatten().double(), expected, rtol=1e-12, atol=1e-12)
+
+
+def totals_that_differ(group: dist.ProcessGroup) -> None:
+    """All ranks learn of it, those that have run out too."""
+    rank, (x, y) = dist.get_rank(), part(3, 0)
+    first, *others = range(group.size())
+    model = wrap(group)
+
+    def backward(*totals: float | None, count: int = 3) -> None:
+        losses = [functional.cross_entropy(model(x), y) for _ in totals]
+        weighed = [model.weigh(loss, count, each) for loss, each in zip(losses, totals, strict=True)]
+        torch.stack(weighed).sum().backward()
+
+    with pytest.raises(MismatchError, match=rf"the total of tokens .* 17 on rank {first}, 18 on rank.* Give"):
+        backward(17 if rank == first else 18)
+    with pytest.raises(MismatchError, match=rf"20 on rank {first}, none on rank"):
+        backward(20 if rank == first else None)
+    with pytest.raises(MismatchError, match=rf"30 and 31 on rank {first}, 30 on rank"):
+        backward(30, 31 if rank == first else 30)
+    if len(others) > 1:
+        with pytest.raises(MismatchError, match=f"{others[0] + 40} on rank {others[0]}"), model.join():
+            if rank in others:
+                backward(40 + rank)
+    with pytest.raises(ValueError, match=rf"brought {3 * group.size()} tokens.* a total of 4: "):
+        backward(4)
+    for total in (2, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"over 3 of {total} tokens: total is the number in the whole"):
+            model.weigh(torch.tensor(1.0), 3, total)
+    wrong: Any = "3"
+    with pytest.raises(TypeError, match=r"weigh\(loss, count, total\): a number of tokens, not"):
+        model.weigh(torch.tensor(1.0), 3, wrong)
+    model.zero_grad()
+    backward(0, count=0)
+    assert all(each.grad is None or not each.grad.any() for each in model.parameters())
 
 
 def fractions(group: dist.ProcessGroup) -> None:
@@ -409,6 +490,8 @@ def forgotten_on_one_rank(group: dist.ProcessGroup) -> None:
 
 CHECKS: dict[str, Check] = {
     "any counts": any_counts,
+    "of a total": of_a_total,
+    "totals that differ": totals_that_differ,
     "fractions": fractions,
     **{f"nothing to predict, {way}": nothing_to_predict(way) for way in WAYS},
     "several losses": several_losses,
@@ -432,6 +515,8 @@ ON_GLOO = [
     "ranks that run out",
     "ranks that run out in an accumulation",
     "forgotten on one rank",
+    "of a total",
+    "totals that differ",
 ]
 
 

@@ -8,13 +8,20 @@ With weights w (1 for ranks; the number of samples or tokens that a loss is the 
 backward runs, and each gradient is divided by that sum on its way into the bucket. So different counts on
 different ranks, several losses in one backward, gradient accumulation and ranks that ended early are one
 case.
+
+That sum is over what one synchronised backward reduces. Where several of them make a step, the script says
+the sum of all w of the step, its `total`, and each gradient is divided by that.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
+import zlib
+from array import array
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +29,24 @@ import torch.distributed as dist
 from imece.collectives import ops
 from imece.collectives.calls import host_device
 from imece.collectives.pending import Pending
+from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.reducing import task
+from imece.data_parallel.same import by_rank
+from imece.errors import MismatchError
 from imece.listing import kind_of
 
 Over = Literal["ranks", "samples", "tokens"]
 OVER: tuple[Over, ...] = ("ranks", "samples", "tokens")
+
+_ROUNDING = 1e-9  # by which counts that are not whole may add up to more than their total
+_DIGESTS = 2**20  # so that the squares of some thousand ranks' add up without rounding
+
+
+class _Weight(NamedTuple):
+    """Of a loss: what it is the mean over, and if said, how much that is in the whole global batch."""
+
+    number: float
+    total: float | None
 
 
 def check_over(over: Over) -> Over:
@@ -53,14 +73,16 @@ class Average:
         self.present_only = False  # under join: ranks that have ended do not count
         self._group, self._device = group, host_device(group, device)
         self._world_size = group.size()
-        self._ended: list[float] = []  # weights of all losses since the last synchronisation
+        self._ended: list[_Weight] = []  # of all losses since the last synchronisation
         self._under_way: weakref.WeakValueDictionary[int, _Weights] = weakref.WeakValueDictionary()  # by task
         self._losses: weakref.WeakSet[Any] = weakref.WeakSet()  # _Weighed nodes whose graphs are still alive
         self._agreeing: Pending | None = None
+        self._totals: list[float | None] = []  # that this rank's losses of the last begun backward said
         self._factor: float | None = None
 
-    def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
-        """`loss`, the mean over `count` samples or tokens, ready for backward.
+    def weigh(self, loss: torch.Tensor, count: float, total: float | None = None) -> torch.Tensor:
+        """`loss`, the mean over `count` samples or tokens, ready for backward. total: of all losses of the
+        global batch; None: those that are reduced together are all.
 
         The count enters the mean only when backward reaches it: a loss without a backward does not count.
         """
@@ -69,16 +91,29 @@ class Average:
         _check_weighable(loss, count, self.over)
         if not count >= 0 or count == float("inf"):
             raise ValueError(f"a loss is the mean over a number of {self.over}, not over {count}")
+        if total is not None:
+            total = self._checked(total, count)
         weighed = loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         if weighed.requires_grad:
-            weighed = _Weighed.apply(weighed, self, count)  # type: ignore[no-untyped-call]
+            weighed = _Weighed.apply(weighed, self, _Weight(count, total))  # type: ignore[no-untyped-call]
             self._losses.add(weighed.grad_fn)
         return weighed
+
+    def _checked(self, total: Any, count: float) -> float:
+        if not isinstance(total, Real | torch.Tensor):
+            raise TypeError(f"weigh(loss, count, total): a number of {self.over}, not {kind_of(total)}")
+        number = float(cast(float, total))
+        if not count <= number < math.inf:
+            raise ValueError(
+                f"a loss is the mean over {count} of {total} {self.over}: total is the number in the whole "
+                "global batch, of all ranks and micro-batches"
+            )
+        return number
 
     def came(self, loss: Any) -> None:
         """The gradient of a `_Weighed` loss has come."""
         weights = self._of_this_backward()
-        weights.nothing = weights.nothing or not loss.count
+        weights.nothing = weights.nothing or not loss.weight.number
         if task.writes(loss.next_functions):
             self._count(loss)
 
@@ -87,7 +122,7 @@ class Average:
         now = task.current()
         if loss.counted_in != now:
             loss.counted_in = now
-            self._of_this_backward().counts.append(loss.count)
+            self._of_this_backward().counts.append(loss.weight)
 
     def _of_this_backward(self) -> _Weights:
         now = task.current()
@@ -125,11 +160,15 @@ class Average:
                 if torch._C._will_engine_execute_node(loss):
                     self._count(loss)
         counted = [self._ended, *(each.counts for each in self._under_way.values())]
-        weight = float(present) if self.over == "ranks" else sum(map(sum, counted))
-        forgot = float(present and self.over != "ranks" and not any(counted))
-        total = torch.tensor([weight, forgot], dtype=torch.float64, device=self._device)
+        weights = [each for counts in counted for each in counts]
+        weight = float(present) if self.over == "ranks" else sum(each.number for each in weights)
+        forgot = float(present and self.over != "ranks" and not weights)
+        self._totals = list(dict.fromkeys(each.total for each in weights))
+        told = torch.tensor(
+            [weight, forgot, *_Told.of(self._totals)], dtype=torch.float64, device=self._device
+        )
         self._agreeing = ops.all_reduce(
-            total, group=self._group, async_op=True, label=f"number of {self.over}"
+            told, group=self._group, async_op=True, label=f"number of {self.over}"
         )
         for counts in counted:
             counts.clear()
@@ -144,25 +183,77 @@ class Average:
         """The factor for each gradient; waits until the ranks have agreed."""
         if self._factor is None:
             assert self._agreeing is not None, "factor() comes after begin()"
-            total = self._agreeing.wait()
+            told = self._agreeing.wait()
             self._agreeing = None
-            assert total is not None
-            amount, forgot = total.tolist()
+            assert told is not None
+            weight, forgot, *totals = told.tolist()
             if forgot:
                 raise ValueError(
                     f"average={self.over!r}: {forgot:.0f} of {self._world_size} ranks did not say how many "
                     f"{self.over} their loss is the mean over; call model.weigh(loss, count).backward()"
                 )
+            amount = self._total(weight, _Told(*totals))
             self._factor = 1.0 / amount if amount else 0.0
         return self._factor
+
+    def _total(self, weight: float, told: _Told) -> float:
+        """What to divide by. weight: of all losses that are reduced; told: the sum over all ranks.
+
+        MismatchError on every rank if not all said one total.
+        """
+        if not told.said:
+            return weight
+        if told.silent or told.said * told.squared != told.digest**2:  # NaN differs too
+            texts = gather_texts(self._names(), self._group, self._device, "totals that differ")
+            by = {rank: " and ".join(each) for rank, each in of_ranks(self._group, texts).items() if each}
+            raise MismatchError(
+                f"the ranks differ in the total of {self.over} in the global batch: {by_rank(by)}. Give "
+                "model.weigh(loss, count, total) the same one in all micro-batches of a step, on all ranks"
+            )
+        total = self._totals[0] if self._totals else told.total / told.said
+        assert total is not None
+        if weight > total * (1 + _ROUNDING):
+            raise ValueError(
+                f"one backward brought {weight:g} {self.over}, and model.weigh(loss, count, total) was told "
+                f"a total of {total:g}: it is the number in the whole global batch, of all ranks and "
+                "micro-batches"
+            )
+        return total
+
+    def _names(self) -> list[str]:
+        said = sorted(each for each in self._totals if each is not None)
+        return [*(f"{each:.17g}" for each in said), *["none"] * (None in self._totals)]
+
+
+class _Told(NamedTuple):
+    """What a rank tells of the totals that its losses said, or the sum of that over all ranks. Only if all
+    digests are alike is their number times the sum of their squares the square of their sum."""
+
+    silent: float = 0.0  # 1 if its losses said none
+    said: float = 0.0  # 1 if they said one, or several
+    digest: float = 0.0  # NaN if several
+    squared: float = 0.0
+    total: float = 0.0
+
+    @classmethod
+    def of(cls, totals: Sequence[float | None]) -> _Told:
+        """totals: each once; None: a loss said none."""
+        if not totals:
+            return cls()
+        if len(totals) > 1:
+            return cls(said=1.0, digest=math.nan)
+        if totals[0] is None:
+            return cls(silent=1.0)
+        digest = zlib.crc32(array("d", [totals[0]])) % _DIGESTS
+        return cls(said=1.0, digest=digest, squared=digest**2, total=totals[0])
 
 
 class _Weights:
     """The weights of one backward's losses. They go with a backward that raises: its gradients enter
     no mean."""
 
-    def __init__(self, ended: list[float]) -> None:
-        self.counts: list[float] = []
+    def __init__(self, ended: list[_Weight]) -> None:
+        self.counts: list[_Weight] = []
         self.nothing = False  # whether a loss over no samples or tokens is among them
         self._ended = ended
 
@@ -174,11 +265,11 @@ class _Weights:
 
 
 class _Weighed(torch.autograd.Function):
-    """(loss, average, count) -> loss. Its node in the graph notices when the gradient of the loss comes."""
+    """(loss, average, weight) -> loss. Its node in the graph notices when the gradient of the loss comes."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, average: Average, count: float) -> torch.Tensor:
-        ctx.average, ctx.count, ctx.counted_in = average, count, task.NO_TASK
+    def forward(ctx: Any, loss: torch.Tensor, average: Average, weight: _Weight) -> torch.Tensor:
+        ctx.average, ctx.weight, ctx.counted_in = average, weight, task.NO_TASK
         return loss.view_as(loss)
 
     @staticmethod

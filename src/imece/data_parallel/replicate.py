@@ -221,13 +221,16 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         finally:
             self.require_backward_grad_sync = before
 
-    def weigh(self, loss: torch.Tensor, count: float) -> torch.Tensor:
+    def weigh(self, loss: torch.Tensor, count: float, total: float | None = None) -> torch.Tensor:
         """With average="samples" or "tokens": `model.weigh(loss, count).backward()`.
 
         loss: the mean over `count` samples or tokens of this rank; count may be 0. The result is a sum, for
         backward only; gradients become those of the mean over all ranks, and over micro-batches in no_sync.
+
+        total: the number in the whole global batch, of all ranks and micro-batches; the same in all of them,
+        otherwise MismatchError. Then micro-batches outside of no_sync add up to that mean too.
         """
-        return self.reducer.average.weigh(loss, count)
+        return self.reducer.average.weigh(loss, count, total)
 
     def join(
         self,
