@@ -35,7 +35,8 @@ def test_what_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[
         "LEFT OUT\n  optimizer.params.bias_correction ",
         "  optimizer = torch.optim.AdamW(model.parameters(), lr=3e-05, betas=(0.9, 0.95), eps=1e-08, ",
         "      precision=imece.MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16),\n",
-        "  # a step is 4 backwards, each of loss / 4, all but the last in model.no_sync()\n",
+        "  # a step is 4 backwards, each of loss / 4, none in model.no_sync(), which would keep whole "
+        "gradients\n",
         "  # after optimizer.step(): scheduler.step(), one of torch's: a warm-up of 100 steps, then "
         "cosine to 0.0001 of the rate at step 900\n",
         "start it\n  imece launch --ranks 8 train.py\n",
@@ -52,8 +53,11 @@ def test_what_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_lines_for_a_script_are_python(tmp_path: Path) -> None:
-    for content in (WHOLE, {"train_batch_size": 2, "fp16": {"enabled": True}}, {"distributed_type": "FSDP"}):
+    whole = {"train_batch_size": 2, "fp16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    for content in (WHOLE, whole, {"distributed_type": "FSDP"}):
         settings = imece.read_settings(write(tmp_path / "a.json", content))
+        if content is whole:
+            assert "each of loss / 2, all but the last in model.no_sync()" in convert.script(settings)[-1]
         compile("\n".join(convert.script(settings)), "script", "exec")
 
 

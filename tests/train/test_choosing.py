@@ -13,9 +13,10 @@ from imece.mesh import Mesh
 from imece.plan.check import PLAN_FILE
 from imece.plan.presets import find_cluster
 from imece.train import choosing, prediction
-from imece.train.batch import plan_batch
-from imece.train.choosing import choose, chosen_before
-from imece.train.prediction import Given, Machine, Prediction
+from imece.train.batch import BatchPlan, plan_batch
+from imece.train.choosing import accumulating, choose, chosen_before
+from imece.train.config import MeshSection
+from imece.train.prediction import Given, Machine, Prediction, predict
 from tests.train.test_prediction import BF16, CONFIG, ONE_HOST, SHAPE, TWO_HOSTS, machine, of
 
 
@@ -74,6 +75,42 @@ def test_auto_takes_what_can_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> No
         config = replace(CONFIG, compute=replace(CONFIG.compute, offload=cast(Any, offload)))
         assert choose(Given(config, SHAPE, plan, BF16, on), ONE_HOST) == wanted
         assert choose(Given(config, SHAPE, plan, BF16, machine()), ONE_HOST) in ("zero1", "zero3")
+
+
+TWICE = BatchPlan(256, 16, 2, 4, 2)
+
+
+def accumulates(strategy: str, asked: str, on: Machine, plan: BatchPlan = TWICE) -> bool:
+    """Whether gradients accumulate whole."""
+    config = replace(CONFIG, compute=replace(CONFIG.compute, accumulate=cast(Any, asked)))
+    return accumulating(strategy, Given(config, SHAPE, plan, BF16, on), ONE_HOST).whole
+
+
+def test_gradients_accumulate_whole_where_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "gather_texts", lambda mine, *_: [mine, ["not asked"]])
+    on = machine()
+    needs = [
+        predict("zero2", Given(CONFIG, SHAPE, replace(TWICE, whole=whole), BF16, on)).candidate.needed
+        for whole in (False, True)
+    ]
+    tight = machine(int(sum(needs) / 2 / 0.96))
+    assert accumulates("zero2", "auto", on) and not accumulates("zero2", "auto", tight)
+    assert accumulates("zero2", "whole", tight) and not accumulates("zero2", "sharded", on)
+    assert accumulates("zero1", "auto", machine(1)), "it shards no gradients"
+    stages = replace(TWICE, mesh=MeshSection(pipeline=2))
+    assert accumulates("zero2", "auto", machine(1), stages), "they are summed once"
+
+
+def test_auto_counts_gradients_as_they_will_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where zero1 does not fit, zero2 does if its gradients are summed after each micro-batch."""
+    slower(monkeypatch, {"zero2": 0.5, "zero3": 0.6})
+    sharded = predict("zero2", Given(CONFIG, SHAPE, replace(TWICE, whole=False), BF16, machine()))
+    tight = machine(int(sharded.candidate.needed / 0.96) + 10**6, is_measured=True)
+    for asked, wanted in (("auto", "zero2"), ("sharded", "zero2"), ("whole", "zero3")):
+        config = replace(CONFIG, compute=replace(CONFIG.compute, accumulate=cast(Any, asked)))
+        assert choose(Given(config, SHAPE, TWICE, BF16, tight), ONE_HOST) == wanted
+    config = replace(CONFIG, compute=replace(CONFIG.compute, accumulate="sharded"))
+    assert choose(Given(config, SHAPE, TWICE, BF16, machine()), ONE_HOST) == "zero2", "zero1 shards none"
 
 
 def test_no_plan_was_chosen_before(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ CONFIGS = some(
         recompute=st.booleans(),
         offload=st.sampled_from(["none", "optimizer", "parameters"]),
         wire=st.sampled_from(["none", "bf16", "int8"]),
+        accumulate=st.sampled_from(["auto", "whole", "sharded"]),
         bad_steps=COUNTS,
     ),
     validate=some(ValidateSection, every=COUNTS, tokens=COUNTS_OR_0, patience=COUNTS_OR_0)
@@ -279,7 +280,8 @@ OTHER: dict[str, Any] = {
     "lora.quantize": "nf4", "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence": True,
     "mesh.pipeline": 2, "mesh.schedule": "gpipe",
     "compute.dtype": "fp32", "compute.compile": True, "compute.recompute": True,
-    "compute.offload": "optimizer", "compute.wire": "int8", "compute.bad_steps": 1,
+    "compute.offload": "optimizer", "compute.wire": "int8", "compute.accumulate": "whole",
+    "compute.bad_steps": 1,
     "validate.every": 1, "validate.tokens": 1, "validate.patience": 1,
     "checkpoint.every": 1, "checkpoint.minutes": 0.5,
     "checkpoint.keep": 1, "watch.drift_every": 1, "watch.slow_ratio": 2.0,
@@ -305,7 +307,7 @@ def test_the_list_of_what_may_change() -> None:
         "run", "ranks", "steps", "epochs", "data.folder",
         "strategy", "mesh.context", "mesh.tensor", "mesh.sequence", "mesh.pipeline", "mesh.schedule",
         "batch.micro", "compute.compile", "compute.recompute", "compute.offload", "compute.wire",
-        "compute.bad_steps", "validate.every", "validate.tokens", "validate.patience",
+        "compute.accumulate", "compute.bad_steps", "validate.every", "validate.tokens", "validate.patience",
         "checkpoint.every", "checkpoint.minutes", "checkpoint.keep",
         "watch.drift_every", "watch.slow_ratio",
     }  # fmt: skip

@@ -21,7 +21,14 @@ import imece
 from imece.checkpoint.load import all_steps
 from imece.errors import UserError
 from imece.models.transformer import Transformer
-from imece.train.config import ComputeSection, DataSection, MeshSection, OptimizerSection, TrainConfig
+from imece.train.config import (
+    ComputeSection,
+    DataSection,
+    MeshSection,
+    OptimizerSection,
+    Strategy,
+    TrainConfig,
+)
 from imece.train.dividing import axes_of, check_divided, divided, groups_of
 from imece.train.step import Step
 from tests.ranks import run_ranks
@@ -168,6 +175,19 @@ def test_groups_of_ranks() -> None:
     for ranks, said in ((3, "3 ranks cannot .* --ranks 2 or 4$"), (1, "1 rank cannot .* --ranks 2$")):
         with pytest.raises(UserError, match=f"^--mesh.context 2: {said}"):
             groups_of(MeshSection(context=2), ranks)
+
+
+def test_gradients_that_cannot_be_summed_after_each_micro_batch() -> None:
+    sharded = TrainConfig(compute=ComputeSection(accumulate="sharded"))
+    shape = sharded.model.shape(4096)
+    strategy: Strategy
+    for strategy in ("auto", "SHARD_GRAD_OP", "zero3"):
+        check_divided(replace(sharded, strategy=strategy), shape, 256)
+    for strategy in ("ddp", "zero1"):
+        with pytest.raises(UserError, match=rf"^--strategy {strategy} and --accumulate sharded: .* leave "):
+            check_divided(replace(sharded, strategy=strategy), shape, 256)
+    with pytest.raises(UserError, match=r"^--mesh\.pipeline 2 and --accumulate sharded: .* leave "):
+        check_divided(replace(sharded, mesh=MeshSection(pipeline=2)), shape, 256)
 
 
 def test_what_cannot_be_divided() -> None:

@@ -130,14 +130,18 @@ def test_a_rank_that_has_too_little_memory_is_warned_of() -> None:
     assert f"need {gigabytes(needed)} and has {gigabytes(needed // 2)}: fewer --ranks" in line
 
 
-def test_micro_batches_are_accumulated_whole() -> None:
-    """As step.py does; nothing of it is left after a step, when the engine counts."""
+@pytest.mark.parametrize(("whole", "nbytes"), [(True, 4), (False, 2)])
+def test_micro_batches_are_accumulated_as_the_plan_says(whole: bool, nbytes: int) -> None:
+    """Whole, or in this rank's half; nothing of it is left after a step, when the engine counts."""
     once, twice = (
-        predict("zero2", Given(CONFIG, SHAPE, BatchPlan(256, 8 * times, 2, 4, times), BF16, machine()))
+        predict(
+            "zero2",
+            Given(CONFIG, SHAPE, BatchPlan(256, 8 * times, 2, 4, times, whole=whole), BF16, machine()),
+        )
         for times in (1, 2)
     )
     more = twice.candidate.memory.gradients - once.candidate.memory.gradients
-    assert more == twice.needed - once.needed == 4 * SHAPE.parameter_count
+    assert more == twice.needed - once.needed == pytest.approx(nbytes * SHAPE.parameter_count, rel=0.02)
     assert twice.as_json()["counted_bytes"] == once.as_json()["counted_bytes"]
 
 

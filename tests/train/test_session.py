@@ -18,6 +18,7 @@ import torch
 from imece.collectives import ops
 from imece.errors import PeerLostError, UserError
 from imece.membership.recovery import MovedOnError
+from imece.mesh import Mesh
 from imece.observe.metrics import read_metrics
 from imece.train import loop as loops
 from imece.train import opening
@@ -27,6 +28,7 @@ from imece.train.config import CheckpointSection, ModelSection, TrainConfig, Val
 from imece.train.loop import Loop, _Together
 from imece.train.model.precision import Precision
 from imece.train.opening import first_ranks, open_session
+from imece.train.prediction import Given
 from imece.train.run import resuming
 from imece.train.run.resuming import check_of_run
 from imece.train.run.same import computed_with
@@ -62,6 +64,8 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     made.recovery.says.return_value = (0.0, 0.0)
     made.recovery.saving = contextlib.nullcontext
     monkeypatch.setattr(made, "_open_checkpoints", lambda: made.checkpoints)
+    monkeypatch.setattr(sessions, "accumulating", lambda strategy, given, mesh: given.plan)
+    made.precision, made.machine = Precision("fp32", "cpu"), mock.Mock()
     made.done = made.counted = 8
     made.seconds, made.tokens, made.best_val_loss, made.val_loss = 16.0, 256, 1.5, (8, 1.5)
     made.owes_save = False
@@ -102,6 +106,22 @@ def test_a_checkpoint_that_is_saved_again_keeps_its_metric(session: Session) -> 
     assert metric(joins) == 1.5
     joins.done = 9
     assert metric(joins) is None, "of another step"
+
+
+def test_where_gradients_accumulate_is_decided_anew(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks that are left may have more micro-batches than before, and larger parts of everything."""
+
+    def sharded(strategy: str, given: Given, mesh: Mesh) -> BatchPlan:
+        assert given.plan == BatchPlan(8, 4, 2, 1, 2) and mesh is session.mesh
+        return replace(given.plan, whole=False)
+
+    session.plan, session.mesh = BatchPlan(8, 4, 4, 1, 1), FakeMesh({"replicate": 2})
+    monkeypatch.setattr(sessions, "accumulating", sharded)
+    session.recover(MovedOnError("a rank has ended"))
+    assert session.plan == BatchPlan(8, 4, 2, 1, 2, whole=False)
+    session.step.take_over.assert_called_once_with(session.plan)  # type: ignore[attr-defined]
 
 
 def test_a_save_that_was_given_up_is_made_at_the_next_border(

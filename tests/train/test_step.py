@@ -172,11 +172,13 @@ def unequal() -> list[Any]:
     norm = float(torch.cat([each.flatten() for each in expected]).norm())
     nats, _ = evaluate(alone.model, text(), SEQ, 2, FP32, most_tokens=5 * SEQ)
     found: list[Any] = []
-    for strategy in ("replicate", "zero3"):
-        bench = Bench(plan=plan, strategy=strategy)
+    for strategy, stays in (("replicate", True), ("zero3", True), ("zero2", False), ("zero3", False)):
+        bench = Bench(plan=dataclasses.replace(plan, whole=stays), strategy=strategy)
         rank = int(os.environ["RANK"])
         shares = evaluate(bench.model, text(), SEQ, 2, FP32, rank=rank, world_size=2, most_tokens=5 * SEQ)
-        outcome = bench.step.run(3, lr=0.0)
+        with mock.patch.object(bench.clock, "exposed", wraps=bench.clock.exposed) as exposed:
+            outcome = bench.step.run(3, lr=0.0)
+        assert exposed.call_count == (1 if stays else 2), "once for each sum over the ranks"
         found.append([outcome.nats, outcome.tokens, outcome.computed, outcome.grad_norm, *shares])
         assert bench.step.blame(3) == []
     return [[loss * 7 * SEQ, norm, nats], *found]
@@ -399,8 +401,13 @@ def overflows() -> dict[str, list[Any]]:
     """fp16 with a scale that is too large at first: of each step what it skipped, whether anything changed,
     and the scale afterwards."""
     found: dict[str, list[Any]] = {}
-    for kind, strategy in (("adamw", "replicate"), ("muon", "replicate"), ("muon", "zero1")):
-        bench = Bench(optimizers=[kind], precision=Precision("fp16", "cpu"), clip=1.0, strategy=strategy)
+    in_parts = dataclasses.replace(plan_batch(BatchSection(SEQUENCES, micro=2), SEQ, 2), whole=False)
+    ways = (("adamw", "replicate"), ("muon", "replicate"), ("muon", "zero1"), ("muon", "zero2"))
+    for kind, strategy in ways:
+        bench = Bench(
+            optimizers=[kind], precision=Precision("fp16", "cpu"), clip=1.0, strategy=strategy,
+            plan=in_parts if strategy == "zero2" else None,
+        )  # fmt: skip
         assert bench.step.scale == bench.step.scaler_state["scale"] == 2.0**16
         bench.step.load_scaler(bench.step.scaler_state | {"scale": 2.0**20})
         for step in range(12):
@@ -440,7 +447,7 @@ def test_one_rank_that_overflows_halves_the_scale_of_all() -> None:
 
 def test_fp16_finds_its_scale(by_two_ranks: Found) -> None:
     first, second = by_two_ranks["overflows"]
-    assert first == second and len(first) == 3
+    assert first == second and len(first) == 4
     assert first["muon zero1"] == first["muon replicate"]
     for steps in first.values():
         scale, skips = 2.0**20, 0

@@ -125,7 +125,10 @@ def script(settings: Settings) -> list[str]:
     if (settings.accumulation or 1) > 1:
         parts = settings.accumulation
         step = f"{parts} backwards, each of loss / {parts}"
-        shown.append(f"# a step is {step}, all but the last in model.no_sync()")
+        how = "all but the last in model.no_sync()"
+        if find_strategy(settings.strategy).gradients:
+            how = "none in model.no_sync(), which would keep whole gradients"
+        shown.append(f"# a step is {step}, {how}")
     if settings.clip:
         shown.append(f"# before optimizer.step(): model.clip_grad_norm_({settings.clip:g})")
     if settings.schedule is not None and (shape := _shape(settings.schedule)):

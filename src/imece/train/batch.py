@@ -33,6 +33,7 @@ class BatchPlan:
     micro: int  # sequences that a rank computes at once
     accumulation: int  # micro-batches per rank and step
     mesh: MeshSection = _ALONE  # how the ranks of a group work together
+    whole: bool = True  # gradients stay on their rank until the last micro-batch, also if the strategy shards
 
     @property
     def tokens(self) -> int:
@@ -51,12 +52,16 @@ class BatchPlan:
         if self.sequences != self.micro * self.accumulation * self.ranks:
             return (
                 f"{self.sequences} sequences x {self.seq} over {ranks}, micro-batches of up to "
-                f"{self.micro} x {self.accumulation} accumulated, {self.tokens:,} tokens a step"
+                f"{self.micro} x {self.accumulation} accumulated, {self.tokens:,} tokens a step{self._sums}"
             )
         return (
             f"{self.sequences} sequences x {self.seq} = micro-batch {self.micro} x {self.accumulation} "
-            f"{how} x {ranks}, {self.tokens:,} tokens a step"
+            f"{how} x {ranks}, {self.tokens:,} tokens a step{self._sums}"
         )
+
+    @property
+    def _sums(self) -> str:
+        return ", gradients summed after each micro-batch" * (self.accumulation > 1 and not self.whole)
 
 
 def batches_of(config: TrainConfig, prepared: Prepared, plan: BatchPlan) -> Batches:

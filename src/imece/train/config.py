@@ -32,6 +32,7 @@ Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
 Wire = Literal["none", "bf16", "int8"]
+Accumulate = Literal["auto", "whole", "sharded"]
 Quantize = Literal["none", "nf4"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -310,6 +311,10 @@ class ComputeSection:
     wire: Wire = "none"
     """What gradients are sent as, between hosts or GPUs that a slow network joins: none: as they are; bf16:
     two bytes a number; int8: one. They are summed in fp32."""
+    #: Where the gradients of accumulated micro-batches add up under zero2, zero3 and the hybrids. whole: on
+    #: each rank, 4 bytes a parameter, and ranks sum them once a step; sharded: ranks sum those of each
+    #: micro-batch into their parts. auto: whole if that is expected to fit. Otherwise they are always whole.
+    accumulate: Annotated[Accumulate, also("--accumulate")] = "auto"
     bad_steps: int = 5
     """The run ends after this many steps in a row without a finite gradient."""
 

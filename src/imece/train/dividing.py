@@ -47,8 +47,9 @@ def groups_of(section: MeshSection, ranks: int) -> int:
 
 
 def check_divided(config: TrainConfig, shape: LanguageConfig, seq: int) -> None:
-    """UserError for a model, or sequences (in tokens), that cannot be divided as the config says, and for
-    what only a model of ours can."""
+    """UserError for a model, sequences (in tokens) or gradients that cannot be divided as the config says,
+    and for what only a model of ours can."""
+    _check_accumulation(config)
     if config.mesh.sequence and config.mesh.tensor == 1:
         raise UserError("--mesh.sequence is for ranks that divide matrices: give --mesh.tensor, 2 or more")
     if isinstance(shape, ForeignConfig):
@@ -113,6 +114,21 @@ def dealt(
         chunks=section.chunks,
         seq=plan.seq,
     )
+
+
+def _check_accumulation(config: TrainConfig) -> None:
+    if config.compute.accumulate != "sharded":
+        return
+    if config.mesh.pipeline > 1:
+        raise UserError(
+            f"{_asked(config.mesh)} and --accumulate sharded: a pipeline's ranks sum gradients once the last "
+            "micro-batch has gone through: leave --accumulate out"
+        )
+    if config.strategy != "auto" and not find_strategy(config.strategy).gradients:
+        raise UserError(
+            f"--strategy {config.strategy} and --accumulate sharded: each rank keeps whole gradients then: "
+            "--strategy zero2 or zero3, or leave --accumulate out"
+        )
 
 
 def _check_foreign(config: TrainConfig, shape: ForeignConfig) -> None:

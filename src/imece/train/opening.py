@@ -21,7 +21,7 @@ from imece.models.language_model import LanguageConfig, LanguageModel, give_memo
 from imece.models.transformer import Transformer
 from imece.train.agreeing import together
 from imece.train.alike import check_same_tokens
-from imece.train.choosing import strategy_of
+from imece.train.choosing import accumulating, strategy_of
 from imece.train.config import TrainConfig
 from imece.train.dividing import dealt, divided, train_units
 from imece.train.inputs import Inputs, read_inputs
@@ -82,7 +82,9 @@ def _built(inputs: Inputs, precision: Precision, mesh: Mesh) -> Session:
     # Importing them loads torch's libraries.
     optimizers = make_optimizers(own, config.optimizer, mesh.device)
     machine = machine_of(mesh, sum(each.nbytes for each in own.parameters() if not each.is_meta))
-    strategy = strategy_of(Given(config, shape, plan, precision, machine), mesh)
+    given = Given(config, shape, plan, precision, machine)
+    strategy = strategy_of(given, mesh)
+    plan = accumulating(strategy, given, mesh)
     if bare and not find_strategy(strategy).optimizer:  # each rank keeps the whole optimizer state
         give_memory(model, mesh.device)
         optimizers = make_optimizers(own, config.optimizer, mesh.device)

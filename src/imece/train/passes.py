@@ -21,6 +21,7 @@ from imece.data_parallel.replicate import DistributedDataParallel
 from imece.model_parallel.context import ContextParallel
 from imece.model_parallel.pipeline import Pipeline
 from imece.models.cross_entropy import cross_entropy
+from imece.train.batch import BatchPlan
 from imece.train.evaluate import mean_nats, summed
 from imece.train.model.precision import Precision
 from imece.train.watch.clock import Clock
@@ -48,10 +49,12 @@ class Brought(NamedTuple):
 class Passes(Protocol):
     """What all ranks do with their micro-batches together; each has equally many."""
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws, weight: float) -> Tensor:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], draws: Draws, plan: BatchPlan, learned: int
+    ) -> Tensor:
         """Add the gradient of the mean over all targets that count, of all ranks, to what each rank holds.
-        Returns the nats of this rank's targets that count, an fp64 scalar. weight: all targets of the global
-        batch by those that count."""
+        Returns the nats of this rank's targets that count, an fp64 scalar. learned: the targets of the global
+        batch that count."""
 
     def nats(self, inputs: Tensor, targets: Tensor, begins: Tensor | None) -> Tensor:
         """Nats of the targets that count, an fp64 scalar, without gradients. inputs: int64 [B, seq]; begins:
@@ -68,7 +71,8 @@ def trained(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 class InTurn:
-    """One micro-batch after the other. The last backward sums the gradients over the ranks."""
+    """One micro-batch after the other. Each backward sums the gradients over the ranks, or the last one all
+    of them."""
 
     def __init__(
         self,
@@ -84,26 +88,27 @@ class InTurn:
         self._context = context
         self._positions = context.positions(seq, device=model.device) if context.ranks > 1 else None
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws, weight: float) -> Tensor:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], draws: Draws, plan: BatchPlan, learned: int
+    ) -> Tensor:
         # The sum stays on the device: reading it after each micro-batch would make the host wait for a GPU.
         nats = torch.zeros((), dtype=torch.float64, device=self._model.device)
         for number, each in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
+            stays = plan.whole and number < len(micro_batches) - 1
             draws(each.place)
-            with contextlib.nullcontext() if last else self._model.no_sync(), self._context:
+            with self._model.no_sync() if stays else contextlib.nullcontext(), self._context:
                 with self._clock.phase("forward"), self._precision.autocast():
                     logits = self._model(each.inputs, positions=self._positions, begins=each.begins)
                     loss = mean_nats(logits, each.targets)
                 with self._clock.phase("backward"):
                     balance = getattr(self._model.module, "balance", None)  # of a mixture's experts
-                    learned = loss if balance is None else loss + balance
-                    weighed = self._model.weigh(learned, each.tokens)
+                    both = loss if balance is None else loss + balance
+                    weighed = self._model.weigh(both, each.tokens, learned)
                     (self._scaler.scale(weighed) if self._scaler else weighed).backward()
             if each.tokens:
                 nats += loss.detach().double() * each.tokens
-        trace = self._model.last_trace
-        if trace is not None:
-            self._clock.exposed(trace.exposed_s, self._model.backward_computed)
+            if not stays and (trace := self._model.last_trace) is not None:
+                self._clock.exposed(trace.exposed_s, self._model.backward_computed)
         return nats
 
     def nats(self, inputs: Tensor, targets: Tensor, begins: Tensor | None) -> Tensor:
@@ -159,7 +164,10 @@ class InPipeline:
         self._pipeline, self._loss, self._model = pipeline, loss, model
         self._precision, self._clock = precision, clock
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], draws: Draws, weight: float) -> Tensor:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], draws: Draws, plan: BatchPlan, learned: int
+    ) -> Tensor:
+        weight = plan.tokens / max(1, learned)
         scaler, scale = self._loss.scaler, 1.0
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self._model.device))  # all stages unscale, one has the loss

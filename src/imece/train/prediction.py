@@ -28,7 +28,7 @@ from imece.plan.check import PLAN_FILE, VERSION
 from imece.plan.hardware import Cluster
 from imece.plan.here import kept_cluster
 from imece.plan.memory.held import held
-from imece.plan.memory.memory import counted_bytes, scale_bytes
+from imece.plan.memory.memory import counted_bytes, keeps_whole, scale_bytes
 from imece.plan.models.from_code import of_module
 from imece.plan.models.model import Model, from_shape
 from imece.plan.presets import find_cluster
@@ -94,9 +94,11 @@ class Prediction:
         has = self.machine.cluster.gpu.memory_bytes
         if self.candidate.needed <= has:  # what is mapped lies there once for all ranks of a host
             return ""
+        setup, needs = self.candidate.setup, gigabytes(self.candidate.needed)
+        less = "--accumulate sharded, " * (keeps_whole(setup) and setup.parallel.pipeline == 1)
         return (
-            f"warning: a rank is expected to need {gigabytes(self.candidate.needed)} and has "
-            f"{gigabytes(has)}: fewer --ranks on a CPU, a smaller --batch.micro or --compute.recompute help"
+            f"warning: a rank is expected to need {needs} and has {gigabytes(has)}: {less}fewer --ranks on a "
+            "CPU, a smaller --batch.micro or --compute.recompute help"
         )
 
     def describe(self) -> str:
@@ -171,7 +173,7 @@ def predict(strategy: str, given: Given, *, copies: bool = False) -> Prediction:
         plan.seq,
         micro_batch=plan.micro,
         accumulation=plan.accumulation,
-        accumulates_whole=True,  # as step.py does
+        accumulates_whole=plan.whole,
         table_units=train_units(config, shape) is not None,
         recompute="full" if config.compute.recompute else "none",
         optimizer=config.optimizer.kind,

@@ -29,6 +29,7 @@ from imece.model_parallel.pipeline import Pipeline
 from imece.models.language_model import LanguageModel
 from imece.train.agreeing import together
 from imece.train.batch import BatchPlan, shared_among
+from imece.train.choosing import accumulating
 from imece.train.evaluate import windows_read
 from imece.train.model.adapters import begin_beside
 from imece.train.model.beginning import begin_again, begin_with
@@ -148,7 +149,8 @@ class Session(Progress):
         recovered = self.recovery.recover(error, self.done if error is not None else NOTHING)
         self.done = recovered.step
         self.wrapped.train()  # it may have been interrupted in a validation
-        self.plan = shared_among(self.plan, self.mesh.world_size)
+        given = replace(self._given, plan=shared_among(self.plan, self.mesh.world_size))
+        self.plan = accumulating(self.strategy, given, self.mesh)
         self.step.take_over(self.plan)
         self.checkpoints = self._open_checkpoints()
         return recovered
@@ -258,9 +260,12 @@ class Session(Progress):
     @property
     def prediction(self) -> Prediction:
         """The planner's prediction for this run with its current ranks."""
-        given = Given(self.config, self.model.config, self.plan, self.precision, self.machine)
         copies = self.recovery is not None and self.recovery.needs_copies
-        return predict(self.strategy, given, copies=copies)
+        return predict(self.strategy, self._given, copies=copies)
+
+    @property
+    def _given(self) -> Given:
+        return Given(self.config, self.model.config, self.plan, self.precision, self.machine)
 
     def _state(self) -> dict[str, Any]:
         return self.kept_counters() | {

@@ -105,8 +105,8 @@ class Step:
         begins = own[0].begins[:1] if own[0].begins is not None else None
         ignored = MicroBatch(own[0].inputs[:1], own[0].targets[:1], 0, own[0].place, begins)
         micro_batches = own + [ignored] * (self._plan.accumulation - len(own))
-        weight = self._plan.tokens / max(1, self._batches.learned(index))
-        found = self.passes.gradients(micro_batches, self._draws(index), weight)
+        learned = self._batches.learned(index)
+        found = self.passes.gradients(micro_batches, self._draws(index), self._plan, learned)
         with self._clock.phase("optimizer"):
             both = torch.stack((self._norm().double(), found))
         self._ahead = index + 1, self._read(index + 1)
@@ -116,8 +116,7 @@ class Step:
             self.when_summed()
             skipped = self._update(norm)
         tokens, computed = (sum(each.targets.numel() for each in those) for those in (own, micro_batches))
-        learned = sum(each.tokens for each in own)
-        return Outcome(nats, tokens, norm, skipped, computed, learned)
+        return Outcome(nats, tokens, norm, skipped, computed, sum(each.tokens for each in own))
 
     def blame(self, index: int) -> list[str]:
         """Find what is not finite in step `index`: a line for each rank, with its documents. If weights are

@@ -144,7 +144,7 @@ def _of_stage(setup: Setup, stage: int, framework: Framework) -> Memory:
     activations, logits = _activations(setup, stage, part, framework)
     late = 0.0
     if framework.late_sums and _sums_come_last(setup):
-        kept_whole = found.gradients - states.sums if _keeps_whole(setup) else 0  # they go, too
+        kept_whole = found.gradients - states.sums if keeps_whole(setup) else 0  # they go, too
         late = min(states.sums, activations + logits + kept_whole)
         if late > _WORTH_A_NOTE * found.total:
             said = f"{late / 1e9:,.1f} GB of summed gradients come as backward lets go of activations"
@@ -168,7 +168,7 @@ def _sums_come_last(setup: Setup) -> bool:
     return recipe.accumulation == 1 or not in_each
 
 
-def _keeps_whole(setup: Setup) -> bool:
+def keeps_whole(setup: Setup) -> bool:
     """Whether sharded gradients stay whole until the last micro-batch."""
     recipe = setup.recipe
     return DIVIDED[setup.parallel.strategy].gradients and recipe.accumulates_whole and recipe.accumulation > 1
@@ -205,7 +205,7 @@ def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Fra
         offload=recipe.offload,
     )
     sums = found.gradients - (0 if divides.gradients else round(reduce_bytes * dealt.whole))
-    if _keeps_whole(setup):
+    if keeps_whole(setup):
         found = replace(found, gradients=found.gradients + round(precision.gradients * whole))
     if _keeps_apart(setup, framework):
         apart = round((precision.masters or precision.parameters) * dealt.shard)

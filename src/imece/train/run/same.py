@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "compute.recompute",
         "compute.offload",
         "compute.wire",
+        "compute.accumulate",
         "compute.bad_steps",
         "validate.every",
         "validate.tokens",

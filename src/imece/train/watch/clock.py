@@ -66,7 +66,7 @@ class Clock:
         self._waited[name] += waited_s() - waited
 
     def exposed(self, seconds: float, computed: torch.cuda.Event | None = None) -> None:
-        """Count this part of the last "backward" as "exposed".
+        """Count this part of the last "backward" as "exposed"; a step may have several.
 
         computed: on a GPU, an event after the computation; there the stream waits, and hardly ever the host.
         """
@@ -89,8 +89,8 @@ class Clock:
             self._times["exposed"] -= mark.seconds
         # The host notices the stream's waiting only because the whole takes longer.
         on_stream = max(0.0, self._times.get("exposed", 0.0)) if self._on_gpu else 0.0
-        for computed, end in self._computed:
-            waited = computed.elapsed_time(end) / 1e3
+        if self._computed:
+            waited = sum(computed.elapsed_time(end) for computed, end in self._computed) / 1e3
             self._exposed = (self._exposed or 0.0) + waited
             on_stream += waited
             self._waited["backward"] = max(self._waited["backward"], waited)  # includes the host's own wait
