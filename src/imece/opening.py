@@ -71,7 +71,8 @@ def init(
     device: "cpu" or "cuda[:i]"; by default this rank's own GPU if the host has any.
     timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
 
-    An existing process group is adopted. A second call with the same arguments returns the same mesh. The
+    An existing process group is adopted, without a launcher's variables on the GPU that the script has made
+    current. A second call with the same arguments returns the same mesh. The
     mesh is closed when the process ends, by `close()`, or by torch's `dist.destroy_process_group()`; after
     that a call opens a new one.
 

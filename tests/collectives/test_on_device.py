@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -374,6 +375,40 @@ def test_ranks_share_several_gpus_over_gloo_only(monkeypatch: pytest.MonkeyPatch
         choose_device(None, worlds[3])
     with pytest.raises(UserError, match=r"^device 'cuda:2': this rank sees 2 GPUs, cuda:0 to cuda:1$"):
         choose_device("cuda:2", worlds[0], "gloo")
+
+
+@pytest.mark.parametrize(("rank", "current", "own"), [(0, 0, 0), (3, 0, 1), (2, 1, 1), (3, None, 1)])
+def test_an_adopted_group_says_nothing_of_hosts(
+    rank: int, current: int | None, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 ranks on two hosts of 2 GPUs. current: as the script has set it; None: it uses no GPU so far."""
+    for name, answer in {
+        "is_available": True, "device_count": 2, "set_device": None, "is_initialized": current is not None,
+        "current_device": current,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    adopted = meeting.adopted_world(World(0, 1, 0, 1, "host", "single"))
+    assert choose_device(None, adopted, "nccl").index == own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert meeting.adopted_world(World(0, 1, 0, 1, "host", "single")).local_rank == rank
+
+
+def test_two_threads_make_one_group_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, made = threading.Barrier(2), list[Recorded]()
+
+    def make(*_: object) -> Recorded:
+        made.append(Recorded())
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other one, which would make one too
+        return made[-1]
+
+    monkeypatch.setattr(OtherDevices, "_make", make)
+    others: Any = OtherDevices(dist.HashStore(), 0, 1, timedelta(seconds=1))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(others.on, CUDA, Recorded()) for _ in range(2))
+        assert first.result() is second.result() is made[0] and len(made) == 1
 
 
 def test_a_backend_that_does_not_move_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,7 @@ class OtherDevices:
         self._world_size = world_size
         self._timeout = timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._making = threading.Lock()  # the first tensors of a device may come in two threads at once
 
     def on(self, device: torch.device, owner: dist.ProcessGroup) -> dist.ProcessGroup | None:
         """The group for tensors of a device; None for the CPU. ValueError if there is no backend for it."""
@@ -42,8 +44,12 @@ class OtherDevices:
             return None
         found = self._groups.get(device.type)
         if found is None:
-            found = self._groups[device.type] = self._make(device.type, owner)
-            _owners[found] = weakref.ref(owner)
+            with self._making:
+                found = self._groups.get(device.type)
+                if found is None:
+                    found = self._make(device.type, owner)
+                    _owners[found] = weakref.ref(owner)
+                    self._groups[device.type] = found
         return found
 
     @property
