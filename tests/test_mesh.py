@@ -35,6 +35,7 @@ from imece import mesh as mesh_module
 from imece import store as store_module
 from imece.axes import AXES, check_axes, coordinates, crossing, partition
 from imece.collectives import recorder
+from imece.collectives.recording import attach
 from imece.collectives.shared_memory import board
 from imece.collectives.shared_memory.board import CLOSED
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -471,7 +472,7 @@ def stay_away() -> list[Any]:
         store.set("told", "")
     else:
         store.wait(["told"], timedelta(seconds=100))
-    return [time.monotonic() - began, group.group_name, list(recorder.attach(os.getpid()).groups)]
+    return [time.monotonic() - began, group.group_name, list(attach(os.getpid()).groups)]
 
 
 @pytest.mark.parametrize("ranks_per_host", [2, 1])

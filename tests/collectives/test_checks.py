@@ -19,6 +19,7 @@ import imece
 from imece.collectives import checks, recorder
 from imece.collectives.companions import companions
 from imece.collectives.fingerprint import Announced
+from imece.collectives.recording import attach
 from imece.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from tests.ranks import run_ranks, start_ranks
 
@@ -358,7 +359,7 @@ def call_by_turns() -> int:
         imece.all_reduce(other)
         work.wait()
     assert dist.group.WORLD is not None
-    assert "undefined" not in recorder.attach(os.getpid()).groups, "what checks a call is no call of its own"
+    assert "undefined" not in attach(os.getpid()).groups, "what checks a call is no call of its own"
     found = checks.checker(dist.group.WORLD)
     return len(found.companions.levels) if found is not None else 0
 

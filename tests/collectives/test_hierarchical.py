@@ -17,7 +17,7 @@ import torch
 
 import imece
 from imece.collectives import auto, hierarchical, ops
-from imece.collectives.hierarchical import HostGroups
+from imece.collectives.hierarchical_chunk import HostGroups
 from imece.collectives.schedules import cost
 from imece.collectives.shared_memory.arena import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
@@ -470,7 +470,7 @@ def waiting_in_the_host() -> None:
     tensor = shared_empty(1000)
     ops.all_reduce(tensor, schedule="hierarchical")
     looked = mock.Mock(side_effect=os.sched_yield)
-    with mock.patch("imece.collectives.shared_memory.futex.let_others_run", looked):
+    with mock.patch("imece.collectives.shared_memory.waiting.os.sched_yield", looked):
         time.sleep(0.3 if mesh.rank == 1 else 0)
         pending = ops.all_reduce(tensor, schedule="hierarchical", async_op=True)
     pending.wait(60)

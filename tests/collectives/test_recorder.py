@@ -29,8 +29,11 @@ from imece.collectives.recording import (
     Call,
     GroupSeen,
     Recording,
+    attach,
+    find,
     ranks_text,
 )
+from imece.collectives.who_waits import explain
 from imece.errors import UserError
 from imece.launch.processes import die_with_parent
 from tests.ranks import run_ranks, start_ranks
@@ -169,9 +172,9 @@ def test_a_forked_child_has_its_own_recorder() -> None:
         groups: set[str] = set()
         while not groups and time.monotonic() < deadline:  # the ring exists a moment before its first call
             with suppress(UserError):
-                groups = set(recorder.attach(child).groups)
+                groups = set(attach(child).groups)
         assert groups == {"child"}
-        assert "child" not in recorder.attach(os.getpid()).groups
+        assert "child" not in attach(os.getpid()).groups
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -180,20 +183,20 @@ def test_a_forked_child_has_its_own_recorder() -> None:
 def test_attach_to_no_rank() -> None:
     with subprocess.Popen(["sleep", "30"]) as process:
         with pytest.raises(UserError, match="has no imece recorder"):
-            recorder.attach(process.pid)
+            attach(process.pid)
         process.kill()
     with pytest.raises(UserError, match="no process"):
-        recorder.attach(process.pid)
+        attach(process.pid)
 
 
 def test_attach_to_one_that_ends_meanwhile(own: recorder.Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(pid: int) -> int:
         raise FileNotFoundError(f"/proc/{pid}/status")
 
-    assert recorder.attach(os.getpid()).pid == os.getpid()
+    assert attach(os.getpid()).pid == os.getpid()
     monkeypatch.setattr("imece.collectives.recording._own_pid", ended)
     with pytest.raises(UserError, match=f"process {os.getpid()} has no imece recorder"):
-        recorder.attach(os.getpid())
+        attach(os.getpid())
 
 
 SIGNALLED = """
@@ -248,23 +251,18 @@ def recording(
 def test_who_is_missing() -> None:
     waiting = [recording(rank, call("all_reduce", 812, 87.6 + rank / 100)) for rank in (0, 1, 3)]
     absent = recording(2, call("broadcast", 811, 86, 87))
-    assert recorder.explain([*waiting, absent]) == [
+    assert explain([*waiting, absent]) == [
         "all_reduce number 812 on group replicate (ranks 0-3): ranks 0, 1, 3 wait since 12.4 s; rank 2 is "
         "not in it (pid 102): its last call was broadcast number 811 on group replicate (left 13.0 s ago)"
     ]
     stopped = replace(absent, process_state="T")
-    assert (
-        "rank 2 is not in it (pid 102, stopped by a signal): its" in recorder.explain([*waiting, stopped])[0]
-    )
+    assert "rank 2 is not in it (pid 102, stopped by a signal): its" in explain([*waiting, stopped])[0]
     held = replace(absent, stopped=(107,))
     assert (
-        "is not in it (pid 102, whose worker 107 is stopped by a signal): its"
-        in recorder.explain([*waiting, held])[0]
+        "is not in it (pid 102, whose worker 107 is stopped by a signal): its" in explain([*waiting, held])[0]
     )
-    assert "rank 2 has no recorder on this host" in recorder.explain(waiting)[0]
-    assert (
-        "rank 2 is not in it (pid 102): it has made no call" in recorder.explain([*waiting, recording(2)])[0]
-    )
+    assert "rank 2 has no recorder on this host" in explain(waiting)[0]
+    assert "rank 2 is not in it (pid 102): it has made no call" in explain([*waiting, recording(2)])[0]
 
 
 def test_missing_because_it_is_elsewhere_or_past() -> None:
@@ -272,7 +270,7 @@ def test_missing_because_it_is_elsewhere_or_past() -> None:
     elsewhere = recording(1, call("all_gather", 3, 95, group="shard"), last=4)
     left = recording(2, call("all_reduce", 5, 90, 91), call("all_reduce", 6, 91, 92))
     past = recording(3, call("all_reduce", 4000, 91, 92))
-    lines = recorder.explain([waiting, elsewhere, left, past])
+    lines = explain([waiting, elsewhere, left, past])
     assert (
         "rank 1 is not in it (pid 101): it is in all_gather number 3 on group shard since 5.0 s" in lines[0]
     )
@@ -283,27 +281,27 @@ def test_missing_because_it_is_elsewhere_or_past() -> None:
 
 def test_all_are_in_it() -> None:
     everyone = [recording(rank, call("all_reduce", 5, 90)) for rank in range(4)]
-    assert recorder.explain(everyone)[0].endswith("wait since 10.0 s; all of them are in it")
+    assert explain(everyone)[0].endswith("wait since 10.0 s; all of them are in it")
     everyone[1] = replace(everyone[1], process_state="T")
-    assert recorder.explain(everyone)[0].endswith("rank 1 (pid 101) is stopped by a signal")
+    assert explain(everyone)[0].endswith("rank 1 (pid 101) is stopped by a signal")
     everyone[1] = recording(1, call("broadcast", 5, 90, peer=0))
-    assert "collective number 5" in recorder.explain(everyone)[0]
+    assert "collective number 5" in explain(everyone)[0]
     assert (
         "they differ: rank 0 in all_reduce of float32[4], rank 1 in broadcast from 0 of"
-        in recorder.explain(everyone)[0]
+        in explain(everyone)[0]
     )
 
 
 def test_messages() -> None:
     receiver = recording(1, call("recv", 1, 97, peer=0))
     idle = recording(0, call("all_reduce", 5, 90, 91))
-    assert recorder.explain([receiver, idle]) == [
+    assert explain([receiver, idle]) == [
         "recv from 0 of float32[4] on group replicate: rank 1 waits since 3.0 s; rank 0 (pid 100) does not "
         "answer it: its last call was all_reduce number 5 on group replicate (left 9.0 s ago)"
     ]
     sending = recording(0, call("send", 1, 98, peer=1))
-    assert "rank 0 (pid 100) is in send to 1 of float32[4]" in recorder.explain([receiver, sending])[0]
-    assert "rank 0 has no recorder" in recorder.explain([receiver])[0]
+    assert "rank 0 (pid 100) is in send to 1 of float32[4]" in explain([receiver, sending])[0]
+    assert "rank 0 has no recorder" in explain([receiver])[0]
 
 
 def test_what_was_started_is_not_waited_for() -> None:
@@ -312,7 +310,7 @@ def test_what_was_started_is_not_waited_for() -> None:
     own, other = (each.calls[0] for each in started)
     began = "all_reduce number 5 on group replicate"
     yet = f"{began}: ranks 0, 1 started it 10.0 s ago and do not wait for it yet"
-    said = recorder.explain(started)
+    said = explain(started)
     assert said[0].startswith(
         f"no rank waits in a call. rank 0 (pid 100): it started {began} 10.0 s ago and does"
     )
@@ -320,18 +318,18 @@ def test_what_was_started_is_not_waited_for() -> None:
     behind, ahead = ({"replicate": GroupSeen((0, 1), last)} for last in (5, 6))
     started[1] = replace(recording(1, other, call("barrier", 6, 98)), groups=ahead)
     started[0] = replace(recording(0, own, state="T"), groups=behind)
-    assert recorder.explain(started) == [
+    assert explain(started) == [
         "barrier number 6 on group replicate (ranks 0, 1): rank 1 waits since 2.0 s; rank 0 is not in it "
         f"(pid 100, stopped by a signal): it started {began} 10.0 s ago and does not wait for it yet",
         yet,
     ]
     started[1] = recording(1, call("all_reduce", 5, 97))
-    assert recorder.explain(started)[0].endswith(
+    assert explain(started)[0].endswith(
         "rank 1 waits since 3.0 s; rank 0 started it 10.0 s ago and does not wait for it yet (pid 100, "
         "stopped by a signal)"
     )
     receiving = [recording(1, call("recv", 1, -97, peer=0))]
-    assert recorder.explain(receiving)[1:] == [
+    assert explain(receiving)[1:] == [
         "recv from 0 of float32[4] on group replicate: rank 1 started it 3.0 s ago and does not wait for it "
         "yet"
     ]
@@ -340,12 +338,12 @@ def test_what_was_started_is_not_waited_for() -> None:
 def test_jobs_do_not_mix_and_idle_ranks_are_told() -> None:
     one = recording(0, call("all_reduce", 5, 90), job="a")
     other = recording(1, call("all_reduce", 4, 90, 91), job="b")
-    lines = recorder.explain([one, other])
+    lines = explain([one, other])
     assert lines[0] == "job a (rank 0):" and "rank 1 has no recorder" in lines[1]
     assert lines[2] == "job b (rank 1):" and lines[3].startswith(
         "no rank waits in a call. rank 1 (pid 101): its last call"
     )
-    assert recorder.explain([]) == []
+    assert explain([]) == []
 
 
 # --- the real thing
@@ -365,7 +363,7 @@ def change_places() -> list[Any]:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     opening.reform(1 - rank, 2, dist.PrefixStore("turned", store))
     imece.all_reduce(torch.ones(4))
-    found = recorder.attach(os.getpid())
+    found = attach(os.getpid())
     calls = [f"{call.op} number {call.number} on group {call.group}" for call in found.calls]
     return [found.rank, calls, found.groups["0"].ranks]
 
@@ -402,9 +400,9 @@ def test_a_hang_is_explained_from_outside() -> None:
         text = ""
         while "ranks 0, 1 wait" not in text and time.monotonic() < deadline:
             time.sleep(0.1)
-            found = [each for each in recorder.find() if each.pid in ranks.pids]
-            text = "\n".join(recorder.explain(found))
-        attached = recorder.attach(ranks.pids[2])
+            found = [each for each in find() if each.pid in ranks.pids]
+            text = "\n".join(explain(found))
+        attached = attach(ranks.pids[2])
         assert ranks.alive() == [0, 1, 2], "the ranks must still hang"
     print("\n" + text)
     assert "all_reduce number 2 on group 0 (ranks 0-2): ranks 0, 1 wait since" in text
@@ -428,7 +426,7 @@ def beside_another_job() -> list[list[int]]:
         time.sleep(60)
         os._exit(0)
     os.read(pipe[0], 1)
-    seen = [recorder.find(), recorder.of_this_job(), recorder.find(recorder.attach(child).job)]
+    seen = [find(), find(attach(os.getpid()).job), find(attach(child).job)]
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     names = {os.getpid(): 0, child: 1}

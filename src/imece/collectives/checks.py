@@ -341,8 +341,7 @@ def _wait(work: Waitable, deadline: float | None, what: str, checker: Checker) -
 
 def _timeout(what: str) -> CollectiveTimeoutError:
     """An error that says who is missing, as far as this host's recorders know."""
-    lines = recorder.explain(recorder.of_this_job())
-    return CollectiveTimeoutError(f"{what}: not all ranks came in time. " + " / ".join(lines))
+    return CollectiveTimeoutError(f"{what}: not all ranks came in time. {recorder.who_waits()}")
 
 
 def _unpack(raw: bytes) -> tuple[int, fp.Said]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -82,16 +83,12 @@ def _post_batch(
     """
     device = (*sends, *receives)[0].tensor.device
     group._start_coalescing(device)
-    for message in sorted(receives, key=_tag):
+    for message in sorted(receives, key=attrgetter("tag")):
         group.recv([message.tensor], message.peer, message.tag)
-    for message in sorted(sends, key=_tag):
+    for message in sorted(sends, key=attrgetter("tag")):
         group.send([message.tensor], message.peer, message.tag)
     work = group._end_coalescing(device)
     return [work] if work is not None else []
-
-
-def _tag(message: Message) -> int:
-    return message.tag
 
 
 def _post_staged(

@@ -27,17 +27,12 @@ class Waitable(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class _Told:
-    times = 0  # how often calls were given up in this process
-    why = ""  # the latest reason
-
-
-_told = _Told()
+_reasons: list[str] = []  # of each time that calls were given up in this process
 
 
 def tell(why: str) -> None:
     """Give up everything that is waited for here by now."""
-    _told.times, _told.why = _told.times + 1, why
+    _reasons.append(why)
 
 
 class Sliced:
@@ -46,7 +41,7 @@ class Sliced:
     def __init__(self, work: Waitable, *groups: dist.ProcessGroup) -> None:
         """groups: those in which it may be stuck."""
         self._work, self._groups = work, groups
-        self._given_up_before = _told.times
+        self._given_up_before = len(_reasons)
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if timeout is not None:
@@ -59,10 +54,10 @@ class Sliced:
             except RuntimeError as error:
                 if _SLICE_OVER not in str(error):
                     raise
-            if _told.times > self._given_up_before:
+            if len(_reasons) > self._given_up_before:
                 for group in self._groups:
                     _keep_for_ever(group)
-                raise PeerLostError(_told.why)
+                raise PeerLostError(_reasons[-1])
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -70,11 +65,11 @@ class Sliced:
 
 def value_of(future: torch.futures.Future[Any]) -> Any:
     """The value of a future that torch made of its own calls, waited for so that `give_up` ends the wait."""
-    ended, before = threading.Event(), _told.times
+    ended, before = threading.Event(), len(_reasons)
     future.add_done_callback(lambda _: ended.set())
     while not ended.wait(_SLICE.total_seconds()):
-        if _told.times > before:
-            raise PeerLostError(_told.why)
+        if len(_reasons) > before:
+            raise PeerLostError(_reasons[-1])
     return future.wait()
 
 

@@ -30,8 +30,6 @@ from imece.collectives.shared_memory.arena import ARENAS, shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire_formats import FORMATS
 
-__all__ = ["HostGroups", "all_gather", "all_reduce", "reduce_scatter", "sum_of_rows"]
-
 CHUNK_BYTES = 1024 * 1024
 LANE_CHUNK_BYTES = 2 * CHUNK_BYTES  # beside another call, the wire has work while this one begins and ends
 AT_ONCE_CHUNK_BYTES = 8 * CHUNK_BYTES  # of an all_reduce between two hosts: a bucket is one message

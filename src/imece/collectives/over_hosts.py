@@ -24,7 +24,7 @@ import torch.distributed as dist
 from imece import mesh
 from imece.buckets import LANES
 from imece.collectives.calls import Call
-from imece.collectives.hierarchical import HostGroups
+from imece.collectives.hierarchical_chunk import HostGroups
 from imece.errors import UserError
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

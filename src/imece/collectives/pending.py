@@ -185,8 +185,7 @@ class Task:
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
-            lines = " / ".join(recorder.explain(recorder.of_this_job()))
-            raise CollectiveTimeoutError(f"it is still under way in the background. {lines}")
+            raise CollectiveTimeoutError(f"it is still under way in the background. {recorder.who_waits()}")
         if self._error is not None:
             raise self._error
         self._place.join()
@@ -304,22 +303,19 @@ def drain(*groups: dist.ProcessGroup) -> None:
         task.settled()
 
 
-class _Expected:
-    giving_up = False  # whether anybody in this process may do it
-
-
-_expected = _Expected()
+_may_give_up = False  # whether anybody in this process may
 
 
 def expect_giving_up() -> None:
     """From now on somebody may `give_up`: the main thread must not block where that cannot reach it."""
-    _expected.giving_up = True
+    global _may_give_up
+    _may_give_up = True
 
 
 def leaves_calls() -> bool:
     """Whether this thread leaves calls that may get stuck to another, which costs some milliseconds
     a call."""
-    return _expected.giving_up and threading.current_thread() is threading.main_thread()
+    return _may_give_up and threading.current_thread() is threading.main_thread()
 
 
 def make_groups(make: Callable[[], Made]) -> Made:

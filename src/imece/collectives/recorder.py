@@ -30,13 +30,8 @@ from torch.distributed import distributed_c10d
 from imece import moments
 from imece.collectives import fingerprint as fp
 from imece.collectives import recording as ring
-from imece.collectives.recording import Recording, attach, find
+from imece.collectives.recording import Recording, find
 from imece.collectives.who_waits import explain
-
-__all__ = [
-    "Recorder", "Recording", "attach", "dump", "enter", "explain", "fail", "find", "hand_out",
-    "install_signal", "leave", "of_this_job", "wait",
-]  # fmt: skip
 
 _MASK = ring.CAPACITY - 1
 _RING_AT, _RECORD_BYTES = ring.RING_AT, ring.RECORD_BYTES
@@ -182,9 +177,9 @@ def count(group_name: str) -> int:
     return 0 if _recorder is None else _recorder.count(group_name)
 
 
-def of_this_job() -> list[Recording]:
-    """The recordings of this rank's job on this host."""
-    return find((_recorder or _create()).recording().job)
+def who_waits() -> str:
+    """Who waits for whom among this job's ranks on this host, in words."""
+    return " / ".join(explain(find((_recorder or _create()).recording().job)))
 
 
 def dump() -> None:

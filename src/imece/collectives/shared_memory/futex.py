@@ -22,7 +22,6 @@ a missed wake-up costs that limit, never a hang.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 import threading
@@ -94,8 +93,3 @@ def wake(address: int) -> None:
             None,
             ctypes.c_int(0),
         )
-
-
-def let_others_run() -> None:
-    """Give the core to whoever is waiting for it: with more ranks than cores, that is the one we wait for."""
-    os.sched_yield()

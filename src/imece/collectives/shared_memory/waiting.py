@@ -6,12 +6,12 @@ or the worker for asynchronous work) lets a `Patience` pass the time in between.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from imece.collectives.fingerprint import describe
-from imece.collectives.shared_memory import futex
 from imece.collectives.shared_memory.board import CLOSED, FAILED, Board
 from imece.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from imece.listing import rank_words
@@ -63,7 +63,7 @@ class Patience:
         if self._polls <= self._hot:
             return
         if self._polls <= self._yields:
-            futex.let_others_run()
+            os.sched_yield()
             self._seen = self._board.bell()
             return
         self._board.sleep(self._seen, self._sleep_s)
