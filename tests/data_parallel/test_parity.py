@@ -605,7 +605,7 @@ def notices_a_missing_first_broadcast(group: dist.ProcessGroup) -> None:
 
 def notices_buffers_of_its_own(group: dist.ProcessGroup) -> None:
     case = CASES["buffers and channels_last"]
-    with replaced(DistributedDataParallel, "_sync_buffers", lambda self, joining: None):
+    with replaced(DistributedDataParallel, "sync_buffers", lambda self, joining: None):
         found = first_difference(replace(case, steps=3), group)
     by_rank = gathered(found, group)
     assert by_rank[0] is None and all(by_rank[1:]), by_rank

@@ -10,7 +10,7 @@ same, buffers, batch_norm    what is alike on all ranks, and stays so
 across, other_models         other parts of the same model; other models with the same parameters
 alone, closure               steps of whole parameters by which ranks would drift apart
 script_writes                writes of the script by which they would
-registered                   whether modules got parameters since a model was wrapped
+registered                   parameters that modules got since a model was wrapped
 script                       the user's line that a warning names
 optimizer, optimizer_state   any torch optimizer: questions about it; what it keeps, for other ranks
 grad_scaler, compiled        torch's GradScaler and torch.compile with any strategy

@@ -38,15 +38,15 @@ class DDPJoinHook(JoinHook):
     def _forward(self) -> bool:
         """Follow one of their forwards; returns whether its backward is to be synchronised."""
         model = self._model
-        syncs_buffers, after_forward = model.will_sync_module_buffers(), model._buffer_sync.after_forward
+        syncs_buffers, after_forward = model.will_sync_module_buffers(), model.buffer_sync.after_forward
         if syncs_buffers and not after_forward:
-            model._sync_buffers(joining=True, present=False)
+            model.sync_buffers(joining=True, present=False)
         synchronises = agree(model, False)
         if synchronises:
-            model._synchronised += 1
+            model.synchronised += 1
             model.reducer.prepare()
         if syncs_buffers and after_forward:
-            model._sync_buffers(joining=True, present=False)
+            model.sync_buffers(joining=True, present=False)
         model.require_forward_param_sync = synchronises
         return synchronises
 
@@ -58,15 +58,11 @@ class DDPJoinHook(JoinHook):
         states = model.states(buffers=model.forward_sync_buffers)
         sync_from(root, states, model.process_group, "the model after uneven inputs")
         model.script_writes.pass_over()
-        self._give_state(root)
+        # Of a sharded model's parts ended ranks have made each step.
+        if model.sharding is None and (optimizers := model.known_optimizers):
+            give_state(optimizers, root, model.process_group, model.device)
         model.reducer.average.present_only = False
         model._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it on
-
-    def _give_state(self, root: int) -> None:
-        """With moments of their own, ranks would drift apart in their next steps."""
-        model = self._model
-        if optimizers := model.known_optimizers:
-            give_state(optimizers, root, model.process_group, model.device)
 
 
 class Turn(IntEnum):
@@ -104,9 +100,6 @@ class ShardedJoinHook(DDPJoinHook):
                 model.scale_gradients(number)
         finally:
             model.has_joined = False
-
-    def _give_state(self, root: int) -> None:
-        """Nothing to do: ended ranks have made each step of their parts."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """As in DDPJoinHook."""

@@ -46,13 +46,13 @@ from imece.data_parallel.reducing.used import Alike, Used
 class Owner(Protocol):
     """The wrapped model whose gradients these are, as far as its reducer knows it: weakly."""
 
-    def _tell_backward(self) -> None:
+    def tell_backward(self) -> None:
         """A synchronised backward begins."""
 
-    def _to_compare(self) -> Alike:
+    def to_compare(self) -> Alike:
         """What must be the same on all ranks."""
 
-    def _refuse_newcomers(self) -> None:
+    def refuse_newcomers(self) -> None:
         """A backward is over: RuntimeError if it brought a gradient to a parameter that is in no bucket."""
 
 
@@ -83,7 +83,7 @@ class Reducer:
         self.awaited: list[torch.futures.Future[Any]] = []  # of a hook on buffers
         self._line = Line.of(group)
         self._suspicion = suspicion
-        self._used = Used(group, self.slots[0].parameter.device, len(self.slots))
+        self.used = Used(group, self.slots[0].parameter.device, len(self.slots))
         self._zeros = array("i", [0] * len(self.slots))
         self._fired = self._zeros[:]  # by parameter: gradients in this backward
         self._touched = self._zeros[:]  # the same: in one that was not synchronised
@@ -92,7 +92,7 @@ class Reducer:
         self.inside = False  # a prepared forward is running, and may have a backward of its own
         self._derived = False  # torch.autograd.grad(create_graph=True) came through its outputs
         self._local = False  # this backward comes through an output of a forward in no_sync
-        self._syncing = False
+        self.is_reducing = False  # a synchronised backward has reached this reducer
         self._present = True  # this rank has inputs
         self._end: Callable[[], partial[None] | None] = lambda: None  # ends it unless it raised
         self._graphed = False
@@ -113,8 +113,8 @@ class Reducer:
             for slot, hook in zip(self.slots, hooks, strict=True)
         ]
         self._hooks = [handle.hooks_dict_ref() or {} for handle in self._handles]  # all on the parameter
-        self._off = weakref.finalize(self, _remove, self._handles)
-        self._off.atexit = False
+        self.detach = weakref.finalize(self, _remove, self._handles)  # takes the hooks off the parameters
+        self.detach.atexit = False
         self.sharing = Sharing(self)
         in_backward.refuse_early_steps()
 
@@ -128,32 +128,17 @@ class Reducer:
         """One slot per parameter, in registration order."""
         return self.gradients.slots
 
-    @property
-    def rebuilt(self) -> bool:
-        """Whether the buckets were laid out anew, in the order in which gradients came."""
-        return self._arrivals.laid
-
-    # Questions of other reducers of the same parameters.
-
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a synchronised backward has reached this reducer."""
-        return self._syncing
+    # Questions of others.
 
     @property
     def has_unsummed(self) -> bool:
         """Whether a synchronised backward is running and some of its gradients are not summed yet."""
-        return self._syncing and not self.leaving.ending and task.is_running()
+        return self.is_reducing and not self.leaving.ending and task.is_running()
 
     @property
     def takes_plain_mean(self) -> bool:
         """Whether `.grad` becomes the whole mean over the ranks, whichever other model has the parameter."""
         return self.gradients.is_whole and self.average.over == "ranks"
-
-    @property
-    def used(self) -> Used:
-        """What the ranks tell each other at the end of each backward."""
-        return self._used
 
     def unsummed(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """The name of one of these that has a gradient of this rank alone, if there are other ranks."""
@@ -169,6 +154,11 @@ class Reducer:
         return None
 
     # Forward.
+
+    def learn(self) -> None:
+        """From now on the graph is static: the next backward counts how often each parameter fires."""
+        self.static_graph = self._learning = True
+        self._first_is_over = False
 
     def prepare(self) -> None:
         """Before a forward whose backward will be synchronised; a collective of all ranks."""
@@ -196,7 +186,7 @@ class Reducer:
         on to."""
         if self._closed:
             raise RuntimeError("this backward is of a forward before regroup(): run that forward again")
-        if not self._syncing or self._end() is None:
+        if not self.is_reducing or self._end() is None:
             if task.writes(behind):
                 self.begin()
             elif torch.is_grad_enabled():
@@ -242,14 +232,14 @@ class Reducer:
     def _take_up(self) -> bool:
         """Get ready for gradients to be synchronised. False if somebody removed the hooks: then gradients
         stay on this rank."""
-        if self._syncing:
+        if self.is_reducing:
             self._recover()  # that backward has raised
         if not self._handles:
             return False
         if (owner := self._owner()) is not None:
-            owner._tell_backward()
+            owner.tell_backward()
         left = self.sharing.taken()
-        self._syncing = True
+        self.is_reducing = True
         self._come_last()
         self.start(left=left)
         return True
@@ -266,14 +256,14 @@ class Reducer:
         """A gradient came before any backward began: whether it is to be reduced."""
         local, others_armed = self._local, False
         for other in self.sharing.with_parameter(index):
-            if other._syncing:
+            if other.is_reducing:
                 return False  # in the backward of another model, which reduces it
             local, others_armed = local or other._local, others_armed or other._awaits_any
         if self._awaits_any and not local:
             self.begin()
         elif local or not others_armed:
             self._touched[index] = 1
-        return self._syncing
+        return self.is_reducing
 
     def start(self, *, present: bool = True, left: Collection[int] = ()) -> None:
         """Reset everything for the beginning of a backward. left: parameters that another model reduces."""
@@ -281,7 +271,7 @@ class Reducer:
         self._left, self._early = left, set()
         self._careful = self._arrivals.noting or self._learning or bool(left)
         self._absent = []
-        self._used.begin()
+        self.used.begin()
         self._present = present
         self._line.stand(self)
         self._graphed = torch.is_grad_enabled() and task.is_running()  # create_graph=True
@@ -325,7 +315,7 @@ class Reducer:
         @task.uncompiled
         def on_gradient(parameter: torch.Tensor) -> None:
             reducer = known()
-            if reducer is None or (not reducer._syncing and not reducer._arrive(index)):
+            if reducer is None or (not reducer.is_reducing and not reducer._arrive(index)):
                 return
             grad = parameter.grad
             if grad is None:
@@ -406,7 +396,7 @@ class Reducer:
 
     def _over(self, buckets: Sequence[Bucket]) -> None:
         """No more gradients come to these buckets in this backward: they leave, full or not."""
-        if not self._syncing or not self._line.is_first(self):
+        if not self.is_reducing or not self._line.is_first(self):
             return
         self.leaving.before_their_turn(buckets, self._fill_up)
 
@@ -420,7 +410,7 @@ class Reducer:
     @task.uncompiled
     def finish(self) -> None:
         """No more gradients will come: reduce the rest, wait for all buckets, and set every .grad."""
-        if not self._syncing:
+        if not self.is_reducing:
             return  # the backward that this should end has raised, and its graph ran once more
         around = torch._C._current_autograd_node()
         ahead = self._line.ahead_of(self)
@@ -431,11 +421,11 @@ class Reducer:
         self._line.pass_over(ahead)  # they would have ended by now: their backward has raised
         with torch.no_grad():
             self._finish()
-        self._syncing = self.armed = False
+        self.is_reducing = self.armed = False
         if lost:
             raise refusals.lost(self.slots[min(self._left)])
         if (owner := self._owner()) is not None:
-            owner._refuse_newcomers()
+            owner.refuse_newcomers()
 
     def _finish_after(self, node: torch.autograd.graph.Node) -> None:
         """This backward ran inside of `node`, as re-entrant checkpoints do; the backward around it
@@ -465,7 +455,7 @@ class Reducer:
         self.let_go()
         assert self.leaving.all_left, "a bucket is left behind"
         self._wait_for_all(read=bool(absent) or self._learning)
-        self.gradients.finish(absent, self._used.anywhere)
+        self.gradients.finish(absent, self.used.anywhere)
         self._learning = False
         self._end_first()
         self._fired[:] = self._touched[:] = self._zeros
@@ -493,7 +483,7 @@ class Reducer:
                 continue
             grad = parameter.grad
             if self._learning:
-                if fired and self._first_is_over and not self._used.anywhere[slot.index]:
+                if fired and self._first_is_over and not self.used.anywhere[slot.index]:
                     slot.uses = 0
                     raise refusals.changed(slot, fired)
                 slot.uses = fired
@@ -521,15 +511,15 @@ class Reducer:
         if self.leaving.hook is not None:
             self._exchange_used()
         self.sums += 1
-        self._used.wait(read=read)
+        self.used.wait(read=read)
         if self.leaving.finite is not None:  # before a rank adds what it alone may have kept
             self.leaving.finite.judge(self.buckets)
 
     def _exchange_used(self) -> None:
         if not (self.static_graph and self._first_is_over):  # otherwise it is known
             owner = self._owner() if self._present else None
-            alike = owner._to_compare() if owner is not None else Alike()
-            self._used.exchange(self._fired, self._touched, alike, self.leaving.overlap)
+            alike = owner.to_compare() if owner is not None else Alike()
+            self.used.exchange(self._fired, self._touched, alike, self.leaving.overlap)
 
     def recover(self) -> None:
         """Before a forward: if the last backward raised, wait for the buckets that had left and
@@ -543,15 +533,15 @@ class Reducer:
 
     def _recover(self) -> None:
         self._local = False
-        if not self._syncing:
+        if not self.is_reducing:
             return
-        self._syncing = self.armed = False
+        self.is_reducing = self.armed = False
         self._arrivals.again()
         self._fired[:] = self._zeros
         for slot in self.slots:
             slot.kept = slot.older = None
         self.leaving.drop()
-        self._used.wait(read=False)  # the next collective uses the same memory
+        self.used.wait(read=False)  # the next collective uses the same memory
 
     def _forget_what_was_dropped(self) -> None:
         """Drop the counts of no_sync gradients that somebody set to None: they must not enter the mean."""
@@ -581,25 +571,21 @@ class Reducer:
             self.let_go()
             self._wait_for_all(read=self.static_graph or not self.gradients.is_whole)
             # An ended rank may keep its own whole gradients; but it still owns its part of a sharded model.
-            self.gradients.finish([] if self.gradients.is_whole else self.slots, self._used.anywhere)
+            self.gradients.finish([] if self.gradients.is_whole else self.slots, self.used.anywhere)
             self._touched[:] = self._zeros
             self._end_first()
-
-    def detach(self) -> None:
-        """Take the hooks off the parameters."""
-        self._off()
 
     def close(self) -> None:
         """Let go of parameters and memory, whatever is under way, and wait for nobody: ranks may be gone."""
         self._closed = True
-        self._syncing = self.armed = False
+        self.is_reducing = self.armed = False
         self.detach()
         self._line.clear()
         self.average.give_up()
         # The graph of a failed forward may refer to this reducer for long; the group must not live that long.
         del self.group, self.average
         self._suspicion = None
-        self._used.give_up()
+        self.used.give_up()
         self.awaited, self.stepping = [], []
         self.leaving.give_up()
         self.gradients.let_go()

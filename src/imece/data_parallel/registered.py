@@ -1,36 +1,53 @@
-"""Notices that modules get parameters or modules, which a wrapped model may then have beside those it was
-wrapped with."""
+"""Parameters that modules get after their model was wrapped: no other rank would see their gradients."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Iterable
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-_times = 0
+from imece.data_parallel.reducing import refusals
+from imece.data_parallel.reducing.sharing import summed
+
+_times = 0  # any module of this process got a parameter or a module
 
 
 @functools.cache
-def watch() -> None:
-    """From now on `times` goes up."""
-    register_module_parameter_registration_hook(_on_parameter)
-    register_module_module_registration_hook(_on_module)
+def _watch() -> None:
+    register_module_parameter_registration_hook(_count)
+    register_module_module_registration_hook(_count)
 
 
-def times() -> int:
-    """How often any module of this process got a parameter or a module."""
-    return _times
-
-
-def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+def _count(*_: object) -> None:
     global _times
     _times += 1
 
 
-def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    global _times
-    _times += 1
+class Newcomers:
+    """Those of one wrapped model."""
+
+    def __init__(self, module: nn.Module, known: Iterable[torch.Tensor]) -> None:
+        """known: the parameters that the model was wrapped with, which somebody else keeps."""
+        _watch()
+        self._module, self._known = module, set(map(id, known))
+        self._seen = -1
+        self._found: list[tuple[str, nn.Parameter]] = []
+
+    def look(self) -> None:
+        """Look through the model if any module has got something since the last time."""
+        if self._seen != _times:
+            self._seen = _times
+            self._found = [each for each in self._module.named_parameters() if id(each[1]) not in self._known]
+
+    def refuse(self, ignored: Collection[str]) -> None:
+        """RuntimeError that names one that has a gradient, unless it is `ignored` or of another model too."""
+        in_models = summed() if self._found else ()
+        for name, each in self._found:
+            if each.grad is not None and id(each) not in in_models and name not in ignored:
+                raise refusals.newcomer(name)

@@ -23,7 +23,7 @@ from imece.buckets import default_cap_bytes
 from imece.collectives.calls import group_or_default
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.collectives.wire_formats import WireName
-from imece.data_parallel import arguments, other_models, registered, script
+from imece.data_parallel import arguments, other_models, script
 from imece.data_parallel.across import AcrossModel, refuse_other_parts
 from imece.data_parallel.average import Average, Over
 from imece.data_parallel.batch_norm import meet_in, refuse_uneven
@@ -33,12 +33,11 @@ from imece.data_parallel.norm import check_limit, norm_of, rounded
 from imece.data_parallel.optimizer import rates_of
 from imece.data_parallel.outputs import tensors_in, when_gradient_comes
 from imece.data_parallel.reducer import Reducer
-from imece.data_parallel.reducing import in_backward, refusals, task
+from imece.data_parallel.reducing import in_backward, task
 from imece.data_parallel.reducing.buckets import Gradients
 from imece.data_parallel.reducing.comm_hook import CommHook, Hook
 from imece.data_parallel.reducing.finite import Finite
 from imece.data_parallel.reducing.line import Line, Suspicion
-from imece.data_parallel.reducing.sharing import summed
 from imece.data_parallel.reducing.trace import StepTrace
 from imece.data_parallel.reducing.used import Alike
 from imece.data_parallel.reducing.watch import Watch
@@ -50,6 +49,7 @@ from imece.data_parallel.reducing.way import (
     leave_together,
 )
 from imece.data_parallel.reducing.whole import WholeGradients
+from imece.data_parallel.registered import Newcomers
 from imece.data_parallel.regroup import Kept, make_usable, release, wanting_gradients
 from imece.data_parallel.same import (
     apart_by_writes,
@@ -184,8 +184,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         self._kept: Kept | None = None  # between leaving one group and joining another
         self.across: AcrossModel | None = None  # set by `parallelize`
         self.stepped_by: list[weakref.ref[Optimizer]] = []  # likewise
-        self._buffer_sync = BufferSync(module, self.parameters_to_ignore)
-        self._synchronised = 0  # forwards whose backward is synchronised
+        self.buffer_sync = BufferSync(module, self.parameters_to_ignore)
+        self.synchronised = 0  # forwards whose backward is synchronised
         if init_sync:
             check_same_shapes(self._alike(), self.process_group, self.device)
             states = self.states(buffers=sync_buffers_now)
@@ -193,8 +193,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
             if isinstance(self.process_group, SharedMemoryGroup):
                 self.process_group.give_back()
         self._make_reducer()
-        self._registered = registered.times()
-        self._newcomers: list[tuple[str, nn.Parameter]] = []  # since the model was wrapped
         other_models.watch(self)
 
     def extra_repr(self) -> str:
@@ -403,7 +401,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         self.process_group = group
         kept.move(group)
         self.require_forward_param_sync = True
-        self._synchronised = 0  # newcomers count from here too
+        self.synchronised = 0  # newcomers count from here too
         self._choose_way()
         with wanting_gradients(self.trained):  # which of them do may differ between one step and the next
             check_same_shapes(self._alike(), group, self.device)
@@ -423,7 +421,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         if task.is_running():
             raise RuntimeError("regroup() or leave() inside of backward: call it when backward is over")
         if self._kept is None:  # else a `regroup` has raised
-            self._kept = Kept.of(self.reducer, self.module, self._buffer_sync.hook, self.process_group)
+            self._kept = Kept.of(self.reducer, self.module, self.buffer_sync.hook, self.process_group)
             self._let_go()
         for _, parameter in self.trained:
             parameter.grad = None
@@ -458,7 +456,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
     def check_parameters(self) -> None:
         """MismatchError that names ranks and parameters unless all ranks hold the same bits; all ranks
         call this."""
-        check_drift(self.trained, self.process_group, self._synchronised)
+        check_drift(self.trained, self.process_group, self.synchronised)
 
     # Around forward: torch.compile leaves both methods alone and compiles the module between them.
 
@@ -478,18 +476,18 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         if torch.is_grad_enabled():
             self.reducer.recover()
             self._refuse_thawed()
-        if not self._synchronised:
+        if not self.synchronised:
             self.reducer.stepping = in_backward.take_over(each for _, each in self.trained)
         self._tell_joined()
-        if not self._buffer_sync.after_forward and self.will_sync_module_buffers():
-            self._sync_buffers(joining)
+        if not self.buffer_sync.after_forward and self.will_sync_module_buffers():
+            self.sync_buffers(joining)
         if joining:
             agree(self, synchronise)
         if synchronise:
-            self._synchronised += 1
-            if self.drift_check_every and self._synchronised % self.drift_check_every == 0 and not joining:
+            self.synchronised += 1
+            if self.drift_check_every and self.synchronised % self.drift_check_every == 0 and not joining:
                 self.check_parameters()
-            self._find_newcomers()
+            self._newcomers.look()
             if not joining:
                 self._check_written()
                 self._has_written |= self.script_writes.is_unusual()
@@ -501,10 +499,10 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         """Those that `parallelize` was given with this model, if somebody still has them."""
         return [each for known in self.stepped_by if (each := known()) is not None]
 
-    def _tell_backward(self) -> None:
+    def tell_backward(self) -> None:
         """For the reducer: nobody follows."""
 
-    def _to_compare(self) -> Alike:
+    def to_compare(self) -> Alike:
         """For the reducer: what must be the same on all ranks."""
         return Alike(rates_of(self.known_optimizers), written=self._has_written)
 
@@ -539,21 +537,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
                     f"no other rank would see: wrap it with requires_grad=True, and freeze it after that"
                 )
 
-    def _find_newcomers(self) -> None:
-        """Look through the model again if modules have got something since the last forward."""
-        if self._registered == (times := registered.times()):
-            return
-        known = {id(each) for _, each in (*self.trained, *self.frozen)}
-        self._registered = times
-        self._newcomers = [each for each in self.module.named_parameters() if id(each[1]) not in known]
-
-    def _refuse_newcomers(self) -> None:
-        if not self._newcomers:
-            return
-        known = summed()
-        for name, each in self._newcomers:
-            if each.grad is not None and id(each) not in known and name not in self.parameters_to_ignore:
-                raise refusals.newcomer(name)
+    def refuse_newcomers(self) -> None:
+        """For the reducer: a backward is over."""
+        self._newcomers.refuse(self.parameters_to_ignore)
 
     def _tell_joined(self) -> None:
         """Let ranks that have run out of inputs take part in what follows."""
@@ -561,9 +547,9 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
 
     @torch._disable_dynamo(recursive=True)
     def _after_forward(self, output: Any) -> Any:
-        if self._buffer_sync.after_forward and self.will_sync_module_buffers():
+        if self.buffer_sync.after_forward and self.will_sync_module_buffers():
             with temporarily_clear_interpreter_stack():
-                self._sync_buffers(self._join_config.enable)
+                self.sync_buffers(self._join_config.enable)
         synchronise = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronise
         if torch.is_grad_enabled():
@@ -588,18 +574,18 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffer_sync.named)
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.buffer_sync.named)
 
-    def _sync_buffers(self, joining: bool, *, present: bool = True) -> None:
+    def sync_buffers(self, joining: bool, *, present: bool = True) -> None:
         root = common_rank(self, present) if joining else 0
-        self.reducer.awaited += self._buffer_sync.sync(root, self.process_group)
+        self.reducer.awaited += self.buffer_sync.sync(root, self.process_group)
 
     def states(self, *, buffers: bool) -> list[torch.Tensor]:
         """All parameters and, if wanted, all buffers, without ignored ones."""
         found: list[torch.Tensor] = [
             each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
-        return found + self._buffer_sync.tensors if buffers else found
+        return found + self.buffer_sync.tensors if buffers else found
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join."""
@@ -657,7 +643,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         other_models.refuse_shared(self.module, (), shards_parameters=False)
 
     def _make_reducer(self) -> None:
-        registered.watch()
+        self._newcomers = Newcomers(self.module, (each for _, each in (*self.trained, *self.frozen)))
         self.reducer = Reducer(
             self._make_gradients(),
             self.process_group,
@@ -699,7 +685,7 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
                 "only a model on the default process group can be pickled: pickle model.module"
             )
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["process_group"], state["reducer"], state["script_writes"]
+        del state["process_group"], state["reducer"], state["script_writes"], state["_newcomers"]
         return state | {"stepped_by": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

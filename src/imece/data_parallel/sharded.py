@@ -224,7 +224,7 @@ class ShardedDataParallel(DistributedDataParallel[Model]):
     @torch._disable_dynamo(recursive=True)
     def _begin_forward(self, is_compiling: bool) -> None:
         self._is_compiled = is_compiling
-        if not self._synchronised:
+        if not self.synchronised:
             in_backward.refuse(self.trained)
         if self._kept is None:  # else there are no parts, between leave() and regroup()
             self.sharding.divided.end()
@@ -233,8 +233,8 @@ class ShardedDataParallel(DistributedDataParallel[Model]):
             if self.sharding.gathering is not None:
                 self.sharding.gathering.begin_forward()
 
-    def _to_compare(self) -> Alike:
-        return super()._to_compare()._replace(elements=self._elements)
+    def to_compare(self) -> Alike:
+        return super().to_compare()._replace(elements=self._elements)
 
     def _of_each_rank(self) -> list[tuple[str, torch.Tensor]]:
         laid = {id(each) for store in self.sharding.every_store for each in store.members}
@@ -398,7 +398,7 @@ class ShardedDataParallel(DistributedDataParallel[Model]):
             super()._tell_joined()
             next_turn(self, turn, number)
 
-    def _tell_backward(self) -> None:
+    def tell_backward(self) -> None:
         self._tell_joined(Turn.BACKWARD)
 
     def before_step(self, number: int) -> None:
@@ -406,7 +406,7 @@ class ShardedDataParallel(DistributedDataParallel[Model]):
         self._tell_joined(Turn.STEP, number)
         if not self._join_config.enable:
             self._check_written()  # after the step all ranks have the owners' values, and nothing would tell
-        if self._join_config.enable:  # schedulers do not run on ranks that have ended
+        else:  # schedulers do not run on ranks that have ended
             optimizer = self._optimizers[number]
             mine = [-math.inf if self.has_joined else each for each in numbers_of(optimizer)]
             set_numbers(optimizer, most_of_all(self, mine, "learning rates"))

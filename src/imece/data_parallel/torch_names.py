@@ -31,7 +31,7 @@ class TorchNames:
     static_graph: bool
     dim: int
     device_type: str
-    _buffer_sync: BufferSync
+    buffer_sync: BufferSync
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[int | torch.device]
@@ -50,12 +50,12 @@ class TorchNames:
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
         """The buffers that are kept alike."""
-        return self._buffer_sync.tensors
+        return self.buffer_sync.tensors
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
         """The same buffers by name."""
-        return self._buffer_sync.named
+        return self.buffer_sync.named
 
     def _register_buffer_comm_hook(
         self,
@@ -65,14 +65,14 @@ class TorchNames:
     ) -> None:
         """`hook(state, {name: buffer})` keeps buffers alike instead of a broadcast. TypeError:
         not callable."""
-        self._buffer_sync.hook = BufferHook(hook, state, comm_hook_location)
+        self.buffer_sync.hook = BufferHook(hook, state, comm_hook_location)
 
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:  # fmt: skip
         """A buffer hook may call this to get the default broadcast; all buffers travel as one message."""
-        tensors = self._buffer_sync.tensors if bufs is None else bufs
+        tensors = self.buffer_sync.tensors if bufs is None else bufs
         sync_from(authoritative_rank, tensors, self.process_group, "buffers")
 
     @staticmethod
@@ -94,8 +94,8 @@ class TorchNames:
                 yield (name, parameter) if named_params else parameter
 
     def _set_static_graph(self) -> None:
-        self.static_graph = self.reducer.static_graph = True
-        self.reducer._learning, self.reducer._first_is_over = True, False
+        self.static_graph = True
+        self.reducer.learn()
 
     def _register_builtin_comm_hook(self, kind: dist.BuiltinCommHookType) -> None:
         self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[kind])  # type: ignore[attr-defined]

@@ -17,8 +17,6 @@ class Arrivals:
         """Whether the first backward is under way or still to come."""
         self._came: dict[int, tuple[int, float]] = {}  # by parameter: bytes and time
         self._to_lay = False
-        self.laid = False
-        """Whether buckets were laid out anew."""
 
     def came(self, slot: Slot) -> None:
         """A gradient came. The parameter's last one counts; nobody may know before the end which that is."""
@@ -39,5 +37,5 @@ class Arrivals:
         """Before a forward: if the first backward is over, lay out buckets anew; all ranks do."""
         if self._to_lay:
             gradients.rebuild(list(self._came), list(self._came.values()), overlap)
-            self._to_lay, self.laid = False, True
+            self._to_lay = False
             self._came.clear()

@@ -177,9 +177,7 @@ class WholeGradients(Gradients):
 
     def _lay(self, order: Sequence[int] | None) -> None:
         """Make buckets and views for this order of parameters. Gradients in old views move over."""
-        self.layout = layout.build(
-            self._items, cap_bytes=self.caps_bytes, order=order, align_bytes=_ALIGN_BYTES
-        )
+        laid = layout.build(self._items, cap_bytes=self.caps_bytes, order=order, align_bytes=_ALIGN_BYTES)
         here = {memory.untyped_storage().data_ptr() for memory in self._all_memory().values()}
         moving = [
             (slot, grad.clone())
@@ -189,7 +187,7 @@ class WholeGradients(Gradients):
         free = {device: memory.zero_() for device, memory in self._memory.items()}
         before, self.all = self.slots, []
         slots: dict[int, Slot] = {}
-        for plan in self.layout.buckets:
+        for plan in laid.buckets:
             device = self._parameters[plan.places[0].item].device
             taken = -(-plan.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
             flat = free[device][: plan.nbytes].view(self._parameters[plan.places[0].item].dtype)
