@@ -72,9 +72,8 @@ def init(
     timeout: for collectives, and (up to 10 minutes) for the ranks to meet.
 
     An existing process group is adopted, without a launcher's variables on the GPU that the script has made
-    current. A second call with the same arguments returns the same mesh. The
-    mesh is closed when the process ends, by `close()`, or by torch's `dist.destroy_process_group()`; after
-    that a call opens a new one.
+    current. A second call with the same arguments returns the same mesh. The mesh is closed when the process
+    ends, by `close()`, or by torch's `dist.destroy_process_group()`; after that a call opens a new one.
 
     On SIGUSR1 this rank prints its stacks and last calls, if `init` ran in the main thread and the program
     has no handler of its own. On a CPU, glibc keeps memory that is freed after the first optimizer step, so
