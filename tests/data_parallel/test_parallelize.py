@@ -811,6 +811,19 @@ def steps_of_one_rank_alone(group: dist.ProcessGroup) -> None:
             assert [each.filename for each in warned] == [__file__]
             with warnings.catch_warnings(action="error"):
                 optimizer.step()  # it is said once
+            by_hand = nn.Sequential(nn.Linear(4, 4))
+            model, optimizer = parallelize(by_hand, momentum(by_hand), strategy, group)
+            inputs = torch.full((2, 4), float(group.rank()), requires_grad=True)
+            backward(model)
+            torch.autograd.grad(model(inputs).sum(), inputs)  # as one that looks at saliency
+            with warnings.catch_warnings(action="error"):
+                optimizer.step()
+            for each in torch.autograd.grad(model(inputs).sum(), [*by_hand.parameters()]):
+                next(p for p in by_hand.parameters() if p.shape == each.shape).grad = each
+            with pytest.warns(
+                UserWarning, match=r"0\.weight.* of this rank alone.* by torch\.autograd\.grad"
+            ):
+                optimizer.step()
             other = nn.Linear(4, 4)
             optimizer = parallelize(other, momentum(other), strategy, group)[1]
             other(torch.ones(2, 4)).sum().backward()

@@ -38,8 +38,8 @@ def warn_of_steps_alone(optimizer: Optimizer, model: DistributedDataParallel) ->
         elif (name := model.reducer.unsummed(parameters_of(stepped))) is not None:
             said = True
             warnings.warn(
-                f"{kind} steps {name} by a gradient of this rank alone, and the ranks drift apart: it came "
-                f"{FROM_ONE_RANK}",
+                f"{kind} steps {name} by a gradient of this rank alone, and the ranks drift apart unless the "
+                f"script has summed it: it came {FROM_ONE_RANK}",
                 stacklevel=script.level(),
             )
 

@@ -90,7 +90,8 @@ class Reducer:
         self._closed = False
         self.armed = False  # a forward was prepared: the next gradient begins its backward, by outputs or not
         self.inside = False  # a prepared forward is running, and may have a backward of its own
-        self._derived = False  # torch.autograd.grad(create_graph=True) came through its outputs
+        self._returned = False  # autograd.grad came through outputs since the last synchronised backward
+        self._derived = False  # the same with create_graph=True, since the last forward
         self._local = False  # this backward comes through an output of a forward in no_sync
         self.is_reducing = False  # a synchronised backward has reached this reducer
         self._present = True  # this rank has inputs
@@ -142,14 +143,16 @@ class Reducer:
 
     def unsummed(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """The name of one of these that has a gradient of this rank alone, if there are other ranks."""
-        if self._touched == self._zeros or self.group.size() == 1:
+        if (self._touched == self._zeros and not self._returned) or self.group.size() == 1:
             return None
         asked = {id(each) for each in parameters}
         for slot, touched in zip(self.slots, self._touched, strict=True):
             grad = slot.parameter.grad
-            if not touched or grad is None or id(slot.parameter) not in asked:
+            if grad is None or id(slot.parameter) not in asked:
                 continue
-            if not self.sharing.has_reduced(slot.index, grad):  # nor by another model that has it
+            # What autograd.grad returned lies elsewhere, if a script has put it there.
+            alone = touched or (self._returned and not slot.holds(grad))
+            if alone and not self.sharing.has_reduced(slot.index, grad):  # nor by another model that has it
                 return slot.name
         return None
 
@@ -189,8 +192,8 @@ class Reducer:
         if not self.is_reducing or self._end() is None:
             if task.writes(behind):
                 self.begin()
-            elif torch.is_grad_enabled():
-                self._derived = True
+            else:
+                self._returned, self._derived = True, self._derived or torch.is_grad_enabled()
         return self.average.cleaned(gradient)
 
     @task.uncompiled
@@ -239,7 +242,7 @@ class Reducer:
         if (owner := self._owner()) is not None:
             owner.tell_backward()
         left = self.sharing.taken()
-        self.is_reducing = True
+        self.is_reducing, self._returned = True, False
         self._come_last()
         self.start(left=left)
         return True

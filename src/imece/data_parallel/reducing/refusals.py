@@ -8,7 +8,7 @@ from imece.data_parallel.reducing.buckets import Slot
 
 FROM_ONE_RANK = (
     "by a forward that did not go through the wrapped model (call model(...), not model.module(...) or a "
-    "method of it), or by a backward in no_sync() with none after it"
+    "method of it), by torch.autograd.grad, or by a backward in no_sync() with none after it"
 )
 """How a gradient comes that is of one rank alone."""
 
