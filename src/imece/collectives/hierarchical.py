@@ -19,6 +19,7 @@ all of these give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -189,7 +190,7 @@ def offered_for(out: torch.Tensor, hosts: HostGroups) -> torch.Tensor | None:
     large, which all of them read afterwards. That is less work than meeting for every chunk, which is copied
     three times.
     """
-    if not _has_memory_in_common(out, hosts.host):
+    if not _has_memory_in_common(hosts.host, out):
         return None
     if out.is_contiguous() and ARENAS.locate(out.data_ptr(), out.nbytes) is not None:
         return flattened(out)
@@ -259,30 +260,28 @@ def _cut(hosts: HostGroups, numel: int, start: int, stop: int) -> Cut:
     return cut
 
 
-def _has_memory_in_common(tensor: torch.Tensor, host: dist.ProcessGroup) -> bool:
+def _has_memory_in_common(host: dist.ProcessGroup, tensor: torch.Tensor) -> TypeGuard[SharedMemoryGroup]:
     return isinstance(host, SharedMemoryGroup) and tensor.device.type == "cpu" and host.size() > 1
 
 
 def _open(tensor: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
     """The tensors of all ranks of the host, where they lie; empty unless all of them are in shared memory."""
     host = hosts.host
-    if not _has_memory_in_common(tensor, host):
+    if not _has_memory_in_common(host, tensor):
         return []
     # All ranks must agree on whether a copy is worked on.
     if hosts.opened and hosts.opened[host.rank()].data_ptr() == tensor.data_ptr():
         return [each.view(tensor.dtype) for each in hosts.opened]
-    assert isinstance(host, SharedMemoryGroup)
     return host.open(tensor)
 
 
 def _open_each(offered: torch.Tensor | None, out: torch.Tensor, hosts: HostGroups) -> list[torch.Tensor]:
     """Like `_open`, for tensors that each rank offers by itself."""
     host = hosts.host
-    if not _has_memory_in_common(out, host):
+    if not _has_memory_in_common(host, out):
         return []
     opened = hosts.opened
     if offered is None or not opened or opened[host.rank()].data_ptr() != offered.data_ptr():
-        assert isinstance(host, SharedMemoryGroup)
         opened = host.open_each(offered)
     return [each.view(out.dtype) for each in opened]
 

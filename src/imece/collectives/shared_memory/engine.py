@@ -12,7 +12,7 @@ and all ranks take the same one because they decide from what all have seen:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -167,6 +167,24 @@ class Engine:
         """
         self._piece += 1
         return self._piece % SLOTS
+
+    def in_pieces(self, count: int, send: Callable[[int, int], None]) -> Iterator[tuple[int, int]]:
+        """(piece, its slot) for each of `count` pieces: while one is read, the next is on its way.
+
+        send: puts what this rank has of a piece into a slot. The clock ticks when the first piece is sent,
+        and in each turn once more, when the next one is.
+        """
+        slot = self.next_slot()
+        send(0, slot)
+        self.tick()
+        for piece in range(count):
+            following = slot
+            if piece + 1 < count:
+                following = self.next_slot()
+                send(piece + 1, following)
+            self.tick()
+            yield piece, slot
+            slot = following
 
     def slot_views(self, slot: int, start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Bytes [start, stop) of one slot of each rank, as `dtype`; kept, since the same ones come again."""

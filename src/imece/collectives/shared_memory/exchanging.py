@@ -136,28 +136,20 @@ def _own_reads(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Rea
 
 
 def _staged(engine: Engine, offered: torch.Tensor | None, reads: Sequence[Read], largest_bytes: int) -> Steps:
-    """Piece by piece through the slots; the next piece is sent while this one is read."""
+    """Piece by piece through the slots."""
     size = engine.board.slot_bytes
     count = -(-largest_bytes // size)
     reads = _own_reads(engine, offered, reads)
-    base, slot = engine.clock, engine.next_slot()
+    base = engine.clock
 
     def send(piece: int, into: int) -> None:
         if offered is not None:
             part = offered[piece * size : (piece + 1) * size]
             copy_flat(engine.slot_views(into, 0, part.numel(), torch.uint8)[engine.rank], part)
 
-    send(0, slot)
-    engine.tick()
-    for piece in range(count):
-        following = slot
-        if piece + 1 < count:
-            following = engine.next_slot()
-            send(piece + 1, following)
-        engine.tick()
+    for piece, slot in engine.in_pieces(count, send):
         yield from engine.everybody(base + 1 + piece)  # all have sent this piece
         _copy_out(engine, slot, piece * size, (piece + 1) * size, reads)
-        slot = following
 
 
 def _copy_out(engine: Engine, slot: int, start: int, stop: int, reads: Sequence[Read]) -> None:

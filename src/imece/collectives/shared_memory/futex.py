@@ -70,26 +70,12 @@ def wait(address: int, expected: int, limit_s: float) -> None:
         time.sleep(min(limit_s, 0.0002))
         return
     limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
-    _syscall(
-        _number,
-        ctypes.c_void_p(address),
-        ctypes.c_int(_FUTEX_WAIT),
-        ctypes.c_uint32(expected & 0xFFFFFFFF),
-        ctypes.byref(limit),
-        None,
-        ctypes.c_int(0),
-    )
+    word, value = ctypes.c_void_p(address), ctypes.c_uint32(expected & 0xFFFFFFFF)
+    _syscall(_number, word, ctypes.c_int(_FUTEX_WAIT), value, ctypes.byref(limit), None, ctypes.c_int(0))
 
 
 def wake(address: int) -> None:
     """Wake everybody who sleeps on the word at `address`, in any process."""
     if _syscall is not None:
-        _syscall(
-            _number,
-            ctypes.c_void_p(address),
-            ctypes.c_int(_FUTEX_WAKE),
-            ctypes.c_int(_EVERYBODY),
-            None,
-            None,
-            ctypes.c_int(0),
-        )
+        word, most = ctypes.c_void_p(address), ctypes.c_int(_EVERYBODY)
+        _syscall(_number, word, ctypes.c_int(_FUTEX_WAKE), most, None, None, ctypes.c_int(0))

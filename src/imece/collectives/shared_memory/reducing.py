@@ -145,11 +145,8 @@ def _staged(
     output: torch.Tensor,
     readers: Sequence[int],
 ) -> Steps:
-    """Piece by piece through the slots: while a piece is summed, the next one is already on its way.
-
-    A piece holds the same window of every row; row r's part lies at r * width in the slot. A rank sends all
-    parts but its own, sums its own part, and sends that if others want it.
-    """
+    """Piece by piece through the slots. A piece holds the same window of every row; row r's part lies at r *
+    width in the slot. A rank sends all parts but its own, sums its own, and sends that if others want it."""
     rank, size = engine.rank, tensor.itemsize
     width = engine.board.slot_bytes // size // engine.world_size // _ALIGN * _ALIGN
     windows = [tensor[start:stop].split(width) if stop > start else () for start, stop in rows]
@@ -157,7 +154,7 @@ def _staged(
     wanted_here = not readers or rank in readers
     wanted_elsewhere = len(readers) > (rank in readers)
     count = -(-max(stop - start for start, stop in rows) // width)
-    base, slot = engine.clock, engine.next_slot()
+    base = engine.clock
 
     def part(of: int, row: int, numel: int) -> list[torch.Tensor]:
         return engine.slot_views(of, row * width * size, (row * width + numel) * size, tensor.dtype)
@@ -167,14 +164,7 @@ def _staged(
             if row != rank and piece < len(window):
                 copy_flat(part(into, row, window[piece].numel())[rank], window[piece])
 
-    send(0, slot)
-    engine.tick()
-    for piece in range(count):
-        following = slot
-        if piece + 1 < count:
-            following = engine.next_slot()
-            send(piece + 1, following)
-        engine.tick()
+    for piece, slot in engine.in_pieces(count, send):
         yield from engine.everybody(base + max(1, 2 * piece))  # all have sent this piece
         if piece < len(windows[rank]):
             own = windows[rank][piece]
@@ -191,4 +181,3 @@ def _staged(
                 for row, window in enumerate(windows):
                     if row != rank and piece < len(window):
                         copy_flat(window[piece], part(slot, row, window[piece].numel())[row])
-        slot = following
