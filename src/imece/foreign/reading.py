@@ -69,7 +69,7 @@ class Reading:
             return None
         if str(value).lower() in _WORDS:
             return _WORDS[str(value).lower()]
-        raise self._wrong(name, value, "true or false")
+        raise self.wrong(name, "true or false")
 
     def number(self, name: str) -> float | None:
         """A finite number, also as text: YAML reads 1e-5 as text."""
@@ -81,7 +81,7 @@ class Reading:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise self._wrong(name, value, "a number")
+            raise self.wrong(name, "a number")
         return number
 
     def whole(self, name: str, least: int = 0) -> int | None:
@@ -90,7 +90,7 @@ class Reading:
         if number is None:
             return None
         if number != int(number) or number < least:
-            raise self._wrong(name, self._open[name], f"a whole number of at least {least}")
+            raise self.wrong(name, f"a whole number of at least {least}")
         return int(number)
 
     def word(self, name: str) -> str | None:
@@ -99,7 +99,7 @@ class Reading:
         if value is None:
             return None
         if isinstance(value, list):
-            raise self._wrong(name, value, "a word")
+            raise self.wrong(name, "a word")
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...] | None:
@@ -109,7 +109,7 @@ class Reading:
             return None
         good = isinstance(value, list) and len(value) == count
         if not good or not all(type(each) in (int, float) and math.isfinite(each) for each in value):
-            raise self._wrong(name, value, f"a list of {count} numbers")
+            raise self.wrong(name, f"a list of {count} numbers")
         return tuple(float(each) for each in value)
 
     def take(self, name: str, text: str) -> None:
@@ -134,7 +134,7 @@ class Reading:
 
     def wrong(self, name: str, wanted: str) -> UserError:
         """The error for a wrong value."""
-        return self._wrong(name, self._open.get(name), wanted)
+        return UserError(f"{self.file}: {name} is {self._open.get(name)!r}: {wanted}")
 
     def finish(self, known: Collection[str]) -> tuple[Value, ...]:
         """All values with their fates. Values that nobody asked for are unknown; the nearest known name is
@@ -158,7 +158,7 @@ class Reading:
             if self._open.get(section) in _OFF:
                 self._tell(section, "needless", "not asked for")
             elif section in self._open:
-                raise self._wrong(section, self._open[section], "a section with values of its own is wanted")
+                raise self.wrong(section, "a section with values of its own is wanted")
         if inner := [each for each in self._open if each.startswith(f"{name}.")]:
             raise UserError(f"{self.file}: {name} has {inner[0]}: a value is wanted, not a section")
         return self._open.get(name)
@@ -166,9 +166,6 @@ class Reading:
     def _tell(self, name: str, fate: Literal["taken", "needless", "left out"], text: str) -> None:
         if name in self._open:
             self.values.append(Value(name, self._open.pop(name), fate, text))
-
-    def _wrong(self, name: str, value: Any, wanted: str) -> UserError:
-        return UserError(f"{self.file}: {name} is {value!r}: {wanted}")
 
 
 def text_of(path: Path, where: str) -> str:
