@@ -15,31 +15,11 @@ from imece.listing import kind_of
 
 Number = float | tuple[float, ...]  # an int too
 
-_ELEMENT_WISE = frozenset(
-    [
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "Adamax",
-        "AdamW",
-        "AdamW8bit",
-        "Adam8bit",
-        "PagedAdamW",
-        "PagedAdamW8bit",
-        "AdamWFp8",
-        "AdamW4bit",
-        "ASGD",
-        "Lion",
-        "Lion8bit",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "RMSprop8bit",
-        "Rprop",
-        "SGD",
-        "SGD8bit",
-    ]
-)
+_ELEMENT_WISE = frozenset([
+    "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "AdamW8bit", "Adam8bit", "PagedAdamW", "PagedAdamW8bit",
+    "AdamWFp8", "AdamW4bit", "ASGD", "Lion", "Lion8bit", "NAdam", "RAdam", "RMSprop", "RMSprop8bit", "Rprop",
+    "SGD", "SGD8bit",
+])  # fmt: skip
 _NEVER = {
     "LBFGS": "it searches along one direction of all parameters together",
     "PostLocalSGDOptimizer": "it averages over ranks what it steps, and each rank steps other parts",

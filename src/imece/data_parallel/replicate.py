@@ -242,15 +242,20 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         they get the model of the others, and what the optimizers keep that `parallelize` was given.
         divide_by_initial_world_size: divide gradients by the number of all ranks; otherwise by those still
         there. With average="samples" or "tokens" neither matters. throw_on_early_termination: all ranks
-        raise RuntimeError as soon as the first one has ended. ValueError with a synchronised batch norm in
-        training mode.
+        raise RuntimeError as soon as the first one has ended. Ranks that have ended clip, step and zero their
+        parts of a sharded model as the others do.
+
+        ValueError with a synchronised batch norm in training mode. RuntimeError if units are gathered.
         """
         if enable:
-            refuse_uneven(self.module)
+            self._refuse_join()
         return Join(
             [self], enable, throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )  # fmt: skip
+
+    def _refuse_join(self) -> None:
+        refuse_uneven(self.module)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """`hook(state, bucket)` reduces each bucket instead of imece, and returns a future of the result.
@@ -284,10 +289,12 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         """The norm of the gradient, a scalar: fp64, true to 1e-12, if parameters have 64 bits, else fp32. All
         ranks call this.
 
-        For a model divided along tensor or pipeline it is the norm over all parts, the same on all ranks.
+        Whichever ranks hold parts of the gradient, or of a model divided along tensor or pipeline: it is the
+        norm over all parts, the same on all ranks.
 
         only: the numbers of some parameters; by default all. norm_type: above 0, otherwise ValueError; inf is
-        the largest magnitude. RuntimeError for a divided model whose mesh is unknown.
+        the largest magnitude. RuntimeError for a divided model whose mesh is unknown, and for `only` some
+        parameters of a sharded one inside of `join`: ended ranks follow with all of theirs.
         """
         mine = norm_of(self._gradients(self._counted(only)), self.device, norm_type)
         return self._rounded(self._across_model(mine, norm_type))

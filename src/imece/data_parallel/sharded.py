@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from imece.buckets import default_cap_bytes
@@ -347,44 +347,31 @@ class ShardedDataParallel(DistributedDataParallel[Model]):
         with self.gathered():
             super().check_parameters()
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """As in DistributedDataParallel. Ranks that have ended clip, step and zero their parts as the
-        others do.
-
-        RuntimeError if units are gathered, which takes all ranks, unless it is not to be enabled.
-        """
-        if enable and self.sharding.gathering is not None:
+    def _refuse_join(self) -> None:
+        if self.sharding.gathering is not None:
             name = self._options.strategy.name
             raise RuntimeError(
                 f"join: strategy {name!r} gathers parameters in each forward, in which all ranks take part: "
                 f"give all equally many batches, as imece.DistributedSampler(uneven='drop') and "
                 f"DataLoader(drop_last=True) do, or take strategy 'zero2'"
             )
-        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+        super()._refuse_join()
 
-    @torch._disable_dynamo(recursive=True)
-    def gradient_norm(self, only: Collection[int] | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        """As in DistributedDataParallel, whichever ranks hold the parts of the gradient; all ranks call this.
-
-        RuntimeError for `only` some parameters inside of `join`: ended ranks follow with all of theirs.
-        """
+    def _counted(self, only: Collection[int] | None) -> Collection[int] | None:
         if only is not None and self._join_config.enable:
             raise RuntimeError(
                 "clipping some parameters of a sharded model inside of join(): clip all of them, by "
                 "model.clip_grad_norm_"
             )
-        mine = norm_of(self._gradients(self._counted(only)), self.device, norm_type)
+        return super()._counted(only)
+
+    def _across_model(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """First over the ranks' parts of the gradient."""
         self._tell_joined(Turn.NORM, norm_type)
         group = self.sharding.groups.shard
-        everybody = mine.new_empty(group.size())
-        ops.all_gather(everybody, mine, group=group, label="norms of parts of the gradient")
-        norm = norm_of([everybody], self.device, norm_type)
-        return self._rounded(self._across_model(norm, norm_type))
+        everybody = norm.new_empty(group.size())
+        ops.all_gather(everybody, norm, group=group, label="norms of parts of the gradient")
+        return super()._across_model(norm_of([everybody], self.device, norm_type), norm_type)
 
     def scale_gradients(self, factor: float, only: Collection[int] | None = None) -> None:
         """Multiply the gradient, or the gradients of `only` some parameters, by `factor`."""
