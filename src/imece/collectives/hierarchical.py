@@ -302,4 +302,5 @@ def _pipeline(chunks: Sequence[list[Stage]], hosts: HostGroups) -> None:
         for stage in range(depth):
             index = tick - stage * ahead
             if 0 <= index < len(chunks):
-                chunks[index][stage]()
+                for do in chunks[index][stage]:
+                    do()

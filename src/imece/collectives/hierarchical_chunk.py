@@ -34,7 +34,8 @@ Tensor = torch.Tensor
 Row = list[Tensor]
 Cut = Callable[[Tensor, int], Row]
 """(tensor, place) -> the row of that place in the tensor, for one chunk."""
-Stage = Callable[[], None]
+Stage = Sequence[Callable[[], None]]
+"""What a chunk does in one tick, in this order."""
 
 
 class HostGroups(NamedTuple):
@@ -99,29 +100,29 @@ class Chunk:
     def reduce_scatter(self, out: Tensor) -> list[Stage]:
         """out: [n], gets the sum of the own part; nothing else is written."""
         self.part = out
-        return [self._send_sums, self._add_up]
+        return [[self._send_sums], [self._add_up]]
 
     def all_gather(self) -> list[Stage]:
         """Gather the own parts, which lie in their places."""
-        return [self._send_part, self._take_parts_and_bring]
+        return [[self._send_part], [self._take_parts, self._bring]]
 
     def gather_row(self) -> list[Stage]:
         """Like all_gather, but the row is handed to nobody."""
-        return [self._send_part, self._take_parts]
+        return [[self._send_part], [self._take_parts]]
 
     def all_reduce(self) -> list[Stage]:
         """In place."""
         if self.at_once:
-            return [self._send_sums, self._add_up_and_bring]
-        return [self._send_sums, self._add_up_and_send, self._take_parts_and_bring]
+            return [[self._send_sums], [self._add_up, self._bring]]
+        return [[self._send_sums], [self._add_up, self._send_part], [self._take_parts, self._bring]]
 
     def sum_of_row(self, out: Row) -> list[Stage]:
         """out: shaped like the own row, which it may be; nothing else is written."""
         self.result, self.in_place = out, True
         self.part = out[0 if self.at_once else self.here]
         if self.at_once:
-            return [self._send_sums, self._add_up]
-        return [self._send_sums, self._add_up_and_send, self._take_parts]
+            return [[self._send_sums], [self._add_up]]
+        return [[self._send_sums], [self._add_up, self._send_part], [self._take_parts]]
 
     # Reduce-scatter.
 
@@ -203,18 +204,6 @@ class Chunk:
                 target.copy_(part)
 
     # Helpers.
-
-    def _add_up_and_bring(self) -> None:
-        self._add_up()
-        self._bring()
-
-    def _take_parts_and_bring(self) -> None:
-        self._take_parts()
-        self._bring()
-
-    def _add_up_and_send(self) -> None:
-        self._add_up()
-        self._send_part()
 
     def _rows(self) -> Row:
         """The parts of all ranks, by place and host."""
