@@ -124,24 +124,19 @@ def _decide(given: Given, found: dict[Name, Footprint], memory_bytes: int, usual
 
 def can_be(given: Given, strategy: Strategy, size: int) -> bool:
     """Whether `parallelize` would accept this strategy, memory aside."""
-    if strategy.hybrid:
-        try:
-            ShardGroups.of(strategy, given.ranks)
-        except ValueError:
-            return False
     if not strategy.optimizer:
         return given.precision is None and given.offload is None and not is_meta(given.model)
     if given.offload is not None and not can_offload(given.offload, strategy):
         return False
-    if sum(each.numel() for _, each in _trained(given.model)) < size:
-        return False
     try:
+        if strategy.hybrid:
+            ShardGroups.of(strategy, given.ranks)
         for optimizer in given.optimizers:
             if is_element_wise(optimizer):
                 block_of(optimizer)
     except ValueError:
         return False
-    return True
+    return sum(each.numel() for _, each in _trained(given.model)) >= size
 
 
 def footprint_of(given: Given, strategy: Strategy, size: int, offload: Hosted | None) -> Footprint:

@@ -35,14 +35,10 @@ def norm_of(tensors: Iterable[torch.Tensor], device: torch.device, norm_type: fl
     norms = [_norm(each, norm_type) for each in tensors if each.numel()]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    found: torch.Tensor = torch.linalg.vector_norm(torch.stack(_on_one(norms, device)), norm_type)
+    if len({each.device for each in norms}) > 1:  # a module's layers may be on several
+        norms = [each.to(device) for each in norms]
+    found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return found.to(device)  # the norm of parts in the host's memory is computed there
-
-
-def _on_one(norms: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Bring the norms to one device, `device` if there are several: a module's layers may be on more
-    than one."""
-    return norms if len({each.device for each in norms}) == 1 else [each.to(device) for each in norms]
 
 
 def rounded(norm: torch.Tensor, *, wide: bool) -> torch.Tensor:

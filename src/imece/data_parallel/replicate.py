@@ -570,15 +570,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
 
     # Buffers and the end of uneven inputs.
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of forward_sync_buffers."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.buffer_sync.named)
@@ -597,16 +588,6 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join."""
         return DDPJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
-
-    @property
-    def join_device(self) -> torch.device:
-        """For torch's Join."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """For torch's Join."""
-        return self.process_group
 
     # Construction.
 
@@ -672,9 +653,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
             self.trained,
             self.process_group,
             self.bucket_bytes_cap_list or [*first, self.bucket_bytes_cap],
+            self._way,
             choose_cap=self._choose_cap,
-            schedule=self._way.schedule,
-            wire=self._way.wire,
         )
 
     def _suspicion(self) -> Suspicion | None:

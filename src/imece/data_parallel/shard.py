@@ -92,8 +92,7 @@ class Sharding(Gradients):
         reduce_bytes = self.precision.reduce.itemsize if self.precision.reduce is not None else 0
         self._narrow = [slot.parameter for slot in self.slots if slot.parameter.dtype.itemsize < reduce_bytes]
         self._widens = False  # autograd adds up their gradients in `reduce`
-        as_it_is = self._way.schedule is None and self._way.wire is None
-        self.may_be_posted = as_it_is and not self.borrows and self.groups.replicas is None
+        self.may_be_posted = self._way.is_plain and not self.borrows and self.groups.replicas is None
         # By bucket: its memory, and this rank's shard of that.
         self._owns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._landed: set[int] = set()  # buckets whose sum lands, or has landed, directly in the kept shard

@@ -30,7 +30,9 @@ class TorchNames:
     reducer: Reducer
     static_graph: bool
     dim: int
+    device: torch.device
     device_type: str
+    forward_sync_buffers: bool
     buffer_sync: BufferSync
 
     def scatter(
@@ -46,6 +48,24 @@ class TorchNames:
     def to_kwargs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_id: int) -> Any:
         """([args], [kwargs]) with their tensors on this device."""
         return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For torch's Join; and the group below."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:

@@ -25,6 +25,11 @@ class Way:
     wire: str | None = None
     overlap: bool = True  # as soon as it is ready; False: when backward is over, on its own thread
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the backend's own, with numbers as they are."""
+        return self.schedule is None and self.wire is None
+
 
 def best_schedule(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """ "hierarchical" for CPU ranks of several hosts; NCCL finds such ways by itself."""
@@ -47,9 +52,8 @@ def leave_together(way: Way, group: dist.ProcessGroup, device: torch.device) -> 
 
     device: of the gradients.
     """
-    plain = way.schedule is None and way.wire is None
     in_reach = isinstance(group, SharedMemoryGroup) and group.size() > 1 and device.type == "cpu"
-    return plain and in_reach and not way.overlap
+    return way.is_plain and in_reach and not way.overlap
 
 
 def has_spare_core(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -23,6 +23,7 @@ from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
 from imece.data_parallel.reducing.buckets import Bucket, Gradients, Slot
 from imece.data_parallel.reducing.cap import cap_over
+from imece.data_parallel.reducing.way import HIERARCHICAL, Way
 from imece.listing import ends_of
 
 _ALIGN_BYTES = 64
@@ -38,25 +39,24 @@ class WholeGradients(Gradients):
         named: Sequence[tuple[str, torch.Tensor]],
         group: dist.ProcessGroup,
         caps_bytes: Sequence[int],
+        way: Way,
         *,
         choose_cap: bool,
-        schedule: str | None,
-        wire: str | None,
     ) -> None:
         """named: in registration order, the same on all ranks. caps_bytes: of the first, second, ... bucket;
         the last one repeats. choose_cap: that one is for the first backward only; then cap.py chooses
-        another. schedule, wire: as for ops.all_reduce."""
+        another."""
         self._items = [
             layout.Item(name, tuple(each.shape), _dtype(each), each.itemsize, str(each.device))
             for name, each in named
         ]
         self._parameters = [parameter for _, parameter in named]
         self._numels = [item.numel for item in self._items]
-        self._group, self._schedule, self._wire = group, schedule, wire
+        self._group, self._way = group, way
         self.caps_bytes, self._choose_cap = caps_bytes, choose_cap
         # Ranks of this host reduce in place, so memory on the CPU must be shared.
-        self._shared = isinstance(group, SharedMemoryGroup) or schedule == "hierarchical"
-        self.may_be_posted = schedule is None and wire is None
+        self._shared = isinstance(group, SharedMemoryGroup) or way.schedule == HIERARCHICAL
+        self.may_be_posted = way.is_plain
         self._memory: dict[torch.device, torch.Tensor] = {}  # uint8, the storage under the buckets
         self._given: dict[torch.device, torch.Tensor] = {}  # the same bytes, the storage under `.grad`
         self._places: dict[int, layout.Place] = {}  # by parameter: its place in its bucket
@@ -67,8 +67,8 @@ class WholeGradients(Gradients):
     def reduce(self, bucket: Bucket, async_op: bool) -> Pending | None:
         """As in Gradients."""
         work = ops.all_reduce(
-            bucket.flat, group=self._group, async_op=async_op, schedule=self._schedule, wire=self._wire,
-            label=bucket.label,
+            bucket.flat, group=self._group, schedule=self._way.schedule, wire=self._way.wire,
+            async_op=async_op, label=bucket.label,
         )  # fmt: skip
         return work if isinstance(work, Pending) else None
 
@@ -160,7 +160,7 @@ class WholeGradients(Gradients):
         cap, device = 0, self.all[0].flat.device
         if self._choose_cap:
             links = links_of(self._group, device)
-            cap = cap_over(links, self._schedule or "native", arrivals, self.caps_bytes[0], overlap)
+            cap = cap_over(links, self._way.schedule or "native", arrivals, self.caps_bytes[0], overlap)
         agreed = torch.tensor([cap, *order], dtype=torch.int64, device=host_device(self._group, device))
         ops.broadcast(agreed, 0, group=self._group, label="order of gradients")
         cap, *order = agreed.tolist()

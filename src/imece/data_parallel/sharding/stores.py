@@ -12,7 +12,7 @@ from imece.collectives import ops
 from imece.collectives.common_memory import common_zeros
 from imece.collectives.shared_memory import shared_empty
 from imece.collectives.shared_memory.group import SharedMemoryGroup
-from imece.data_parallel.reducing.way import Way
+from imece.data_parallel.reducing.way import HIERARCHICAL, Way
 from imece.data_parallel.sharding.cast import MixedPrecision
 from imece.data_parallel.sharding.coming import Coming
 from imece.data_parallel.sharding.gathering import Gathering
@@ -55,7 +55,7 @@ class Division:
     @property
     def in_reach(self) -> bool:
         """Whether some ranks of the shard group share memory."""
-        return self.in_common or self.way.schedule == "hierarchical"
+        return self.in_common or self.way.schedule == HIERARCHICAL
 
     @property
     def common_parameters(self) -> bool:
