@@ -26,6 +26,7 @@ _RANKS = _BASE | {
     "buckets",
     "footprint",
     "world",
+    "launchers",
     "axes",
     "store",
     "status",
@@ -49,8 +50,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buckets": _BASE | {"layout"},
     "footprint": _BASE,
     "world": _BASE,
+    "launchers": _BASE | {"world"},
     "axes": _BASE,
-    "store": _BASE | {"world"},
+    "store": _BASE | {"world", "launchers"},
     "status": _BASE | {"store"},
     "device": _BASE | {"world"},
     "groups": _RANKS - {"groups", "mesh"},
@@ -72,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"data_parallel.sharding.cast", "data_parallel.sharding.offload", "data_parallel.strategy"}
     | {"observe.visible", "train.config", "train.config_file"},
     # Outside the ranks: never the engine.
-    "launch": _BASE | {"world", "store", "status", "membership.roster", "membership.where"},
+    "launch": _BASE | {"world", "launchers", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE
     | {
         "layout",
@@ -88,7 +90,7 @@ FREE = {"__init__", "__main__", "cli", "bench"}
 # What the launcher and the planner start with.
 WITHOUT_TORCH = (
     "imece", "imece.cli.main", "imece.cli.options", "imece.cli.launch.launch", "imece.plan", "imece.layout",
-    "imece.world",
+    "imece.launchers",
 )  # fmt: skip
 
 

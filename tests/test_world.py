@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imece.errors import UserError
-from imece.world import derived_port, first_host, host_id, read_world
+from imece.launchers import derived_port, first_host, read_world
+from imece.world import host_id
 
 TORCHRUN = {
     "RANK": "3",

@@ -23,12 +23,13 @@ from imece.axes import check_axes
 from imece.device import adopted_backends, check_backend, choose_backends, choose_device
 from imece.errors import UserError
 from imece.groups import Groups, destroy
+from imece.launchers import read_world
 from imece.meeting import MEETING_S, adopted_world, meet, open_default_group
 from imece.mesh import Mesh
 from imece.store import connect, launchers_store, of_this_start, reach_launchers_store
 from imece.system import heap, trackers
 from imece.system.open_files import check_proc
-from imece.world import BACKEND, MEMBER, check_not_opened, read_world
+from imece.world import BACKEND, MEMBER, check_not_opened
 
 
 class _Asked(NamedTuple):

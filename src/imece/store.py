@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from imece.errors import NotMetError, PeerLostError, UserError
+from imece.launchers import derived_port
 from imece.listing import rank_words
 from imece.system.open_files import allow_open_files
-from imece.world import AGENT_PORT, LOOPBACK, World, derived_port
+from imece.world import AGENT_PORT, LOOPBACK, World
 
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
     import torch.distributed as dist

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from imece.cli.launch import options as launch_options
 from imece.collectives import fingerprint as fp
 from imece.collectives.recording import BODY
-from imece.world import MOST_RANKS
+from imece.launchers import MOST_RANKS
 
 TORCH_DTYPES = [dtype for dtype in fp.DTYPE_CODES if dtype is not None]
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from imece.cli.main import main
+from imece.launchers import read_world
 from imece.store import listen
-from imece.world import read_world
 from tests.train.small import options
 
 FOLDER = Path(__file__).parents[2] / "examples/kubernetes"

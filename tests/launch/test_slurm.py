@@ -19,7 +19,7 @@ import pytest
 
 from imece.errors import UserError
 from imece.launch.slurm import Batch, Layout, allocated, batch_file, quoted, seconds, srun, task
-from imece.world import read_world
+from imece.launchers import read_world
 from tests.cli.test_main import refused, run
 from tests.data.helpers import files_of_at_most
 from tests.launch.fake_slurm import FakeSlurm

@@ -212,7 +212,7 @@ def test_a_host_falls_silent(strategy: str) -> None:
 
 def two_hosts() -> None:
     """For a forked launcher: ranks 0 and 1 are on another host than 2 and 3."""
-    for place in ("imece.world.host_id", "imece.meeting.host_id"):
+    for place in ("imece.launchers.host_id", "imece.meeting.host_id"):
         mock.patch(place, lambda *_: f"host {int(os.environ.get('LOCAL_RANK', 0)) // 2}").start()
 
 

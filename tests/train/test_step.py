@@ -20,6 +20,7 @@ from imece.checkpoint.state.names import NUMBERS
 from imece.data.batches import Batches
 from imece.data.tokens import Part
 from imece.data_parallel.average import Over
+from imece.launchers import read_world
 from imece.models.cross_entropy import cross_entropy
 from imece.models.presets import PRESETS
 from imece.models.transformer import Transformer
@@ -32,7 +33,6 @@ from imece.train.model.precision import Precision
 from imece.train.passes import InPipeline, InTurn, Passes, StageLoss
 from imece.train.step import Step
 from imece.train.watch.clock import Clock
-from imece.world import read_world
 from tests.ranks import run_ranks
 
 SEQ, SEQUENCES = 8, 12

@@ -109,8 +109,8 @@ def _run_module(name: str, arguments: list[str]) -> int:
     """Run a command's file. A rank that was launched handles a signal that comes amid its imports later,
     together with other ranks."""
     from imece.launch.signals import signals_as_exit
+    from imece.launchers import read_world
     from imece.train.watch.stopping import Stop
-    from imece.world import read_world
 
     if name in _RANKS and read_world().launcher != "single":
         stop = Stop()

@@ -82,7 +82,7 @@ def pack(op: str, reduce_op: str, dtype: torch.dtype | None, numel: int, root_or
     """The fingerprint of one call, a non-negative int below 2**63.
 
     KeyError for an unknown operation. A numel above MAX_NUMEL wraps around and is compared in its low bits
-    only. A root has 15 bits: world.py admits no more ranks.
+    only. A root has 15 bits: launchers.py admits no more ranks.
     """
     return (
         _OP_BITS[op]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from imece.errors import UserError
 from imece.launch.hosts.token import TOKEN, VARIABLES
-from imece.world import LOOPBACK, read_world
+from imece.launchers import read_world
+from imece.world import LOOPBACK
 
 MARK = "# Written by imece launch --slurm"
 """The beginning of imece's batch files, after the line that names the shell."""

@@ -18,6 +18,7 @@ from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
 from imece.device import usable_gpus
 from imece.errors import UserError
+from imece.launchers import read_world
 from imece.membership.recovery import Recovered
 from imece.observe.environment import environment
 from imece.observe.run_files import as_argument, write_json
@@ -42,7 +43,6 @@ from imece.train.session import Session
 from imece.train.watch.drift import DriftError
 from imece.train.watch.stopping import Stop
 from imece.train.watch.watching import Watching
-from imece.world import read_world
 
 Progress = Callable[[str, int, int], None]
 

@@ -19,11 +19,12 @@ from imece.cli.options import nearest
 from imece.collectives.shared_memory import segment
 from imece.device import check_backend, usable_gpus
 from imece.errors import UserError
+from imece.launchers import read_world
 from imece.listing import many
 from imece.system.addresses import address_of_name, is_loopback
 from imece.system.control_groups import allowed_bytes, usable_cores
 from imece.system.open_files import TRAIN, lacking, most_ranks
-from imece.world import BACKEND, LOOPBACK, SCHEDULE, read_world
+from imece.world import BACKEND, LOOPBACK, SCHEDULE
 from imece.writing import NO_TEMPORARY, temporary_files, try_folder
 
 Status = Literal["ok", "warn", "fail", "link"]

@@ -15,7 +15,7 @@ import tyro
 from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch import slurm
-from imece.world import in_job_step
+from imece.launchers import in_job_step
 from imece.writing import asked_for, write_whole
 
 PROG = "imece launch --slurm"
