@@ -411,6 +411,20 @@ def test_adopts_a_process_group() -> None:
     assert run_ranks(adopt, 2, backend="gloo") == [["gloo", [[0, 1]], True, True]] * 2
 
 
+def adopt_without_a_launcher() -> list[Any]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    mesh = imece.init()
+    found = [mesh.hosts, mesh.world.local_rank, mesh.world.local_world_size]
+    mesh.close()
+    return found
+
+
+def test_ranks_find_out_who_shares_a_host_where_no_launcher_says_so() -> None:
+    found = run_ranks(adopt_without_a_launcher, 3, backend="gloo", ranks_per_host=2)
+    assert found == [[[[0, 1], [2]], *local] for local in ([0, 2], [1, 2], [0, 1])]
+
+
 def wait_for_the_missing() -> None:
     if os.environ["RANK"] != "1":
         imece.init(timeout=timedelta(seconds=1))

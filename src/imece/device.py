@@ -62,6 +62,7 @@ def behind_this_stream(memory: torch.Tensor) -> None:
 
 def choose_device(asked: str | torch.device | None, world: World, backend: str | None = None) -> torch.device:
     """This rank's device, made torch's current one if it is a GPU. Ranks share GPUs if the `backend` is Gloo.
+    Without a launcher it is the current GPU; if that is the first, the one of the rank, modulo their number.
 
     UserError if there is no such device, or if the `backend` does not move its tensors.
     """
@@ -92,8 +93,10 @@ def choose_device(asked: str | torch.device | None, world: World, backend: str |
         there = "one GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
         raise UserError(f"device {str(asked)!r}: this rank sees {there}")
     # A launcher that shows each rank only its own GPU leaves one choice, whatever the local rank.
-    share = count == 1 or mover == "gloo"
+    share = count == 1 or mover == "gloo" or world.launcher == "single"
     own = world.local_rank % count if share else world.local_rank
+    if world.launcher == "single" and torch.cuda.is_initialized():  # the script may have chosen
+        own = torch.cuda.current_device() or own
     index = device.index if device.index is not None else own
     if index >= count:
         raise UserError(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imece.axes import Partition
-from imece.device import adopted_backends, choose_backends, usable_gpus
+from imece.device import adopted_backends, choose_backends
 from imece.errors import UserError
 from imece.store import swap_notes
 from imece.system import connections
@@ -104,22 +104,14 @@ def _choose_interface(ways: Sequence[Sequence[object]]) -> None:
 def adopted_world(world: World) -> World:
     """The world of the existing process group; UserError if a launcher describes another one."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if world.launcher == "single":  # nobody says which ranks share a host
-        return replace(world, rank=rank, world_size=size, local_rank=_own_gpu(rank), local_world_size=size)
+    if world.launcher == "single":  # nobody says which ranks share a host, before they meet
+        return replace(world, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
     if (rank, size) != (world.rank, world.world_size):
         raise UserError(
             f"torch.distributed was initialized as rank {rank} of {size}, but {world.launcher} started "
             f"rank {world.rank} of {world.world_size}"
         )
     return world
-
-
-def _own_gpu(rank: int) -> int:
-    """The number of the GPU that the script has made current, if not the first; else what it is where each
-    host has as many ranks as GPUs. `rank` on a host without any."""
-    count = usable_gpus()
-    current = torch.cuda.current_device() if count and torch.cuda.is_initialized() else 0
-    return current or (rank % count if count else rank)
 
 
 def open_default_group(world: World, backend: str, store: dist.Store, timeout: timedelta) -> None:

@@ -206,6 +206,9 @@ def _arrange(asked: _Asked, device: str | torch.device | None, adopted: bool) ->
     hosts = meet(store, world, sizes, backend, own_device, meeting, adopted)
     if adopted:
         backends = adopted_backends(own_device, backend)
+        if world.launcher == "single":
+            here = next(host for host in hosts if world.rank in host)
+            world = replace(world, local_rank=here.index(world.rank), local_world_size=len(here))
     else:
         backends = choose_backends(own_device, len(hosts) == 1, backend)
         open_default_group(world, backends.world, store, timeout)

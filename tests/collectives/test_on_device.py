@@ -387,12 +387,8 @@ def test_an_adopted_group_says_nothing_of_hosts(
         "current_device": current,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    adopted = meeting.adopted_world(World(0, 1, 0, 1, "host", "single"))
+    adopted = World(rank, 4, rank, 4, "host", "single")
     assert choose_device(None, adopted, "nccl").index == own
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert meeting.adopted_world(World(0, 1, 0, 1, "host", "single")).local_rank == rank
 
 
 def test_two_threads_make_one_group_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
