@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> int:
     if name in ("-V", "--version"):
         print(f"imece {__version__}")
         return 0
-    if name not in COMMANDS:
+    if name not in (*COMMANDS, "completion"):
         from imece.cli.options import nearest
 
         meant = nearest(name, [*COMMANDS, "--help", "--version"])
@@ -165,7 +165,8 @@ def _leaving_at_once() -> Iterator[None]:
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
     more = "imece COMMAND --help tells more, imece --version which one this is."
-    return "\n".join(["usage: imece COMMAND ...", "", *lines, "", more])
+    bash = "imece completion prints a script by which bash completes commands and options."
+    return "\n".join(["usage: imece COMMAND ...", "", *lines, "", more, bash])
 
 
 def _take_all() -> None:
