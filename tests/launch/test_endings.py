@@ -73,6 +73,11 @@ SILENT = "stopped, its host hangs, or C code keeps Python's lock"
             "was killed by signal 9 (SIGKILL) {}, as memory ran out: give it more "
             "(docker --memory, SLURM's --mem), or use less",
         ),
+        (
+            -24,
+            {},
+            "was killed by signal 24 (SIGXCPU) {}, as its CPU time was used up: raise that limit (ulimit -t)",
+        ),
         (-9, {"silent_s": 3.0}, f"was silent for 3 s {{}}{{comma}} and was ended ({SILENT})"),
         (0, {"left_early": True}, "left early {}{comma} with exit status 0 (os._exit?)"),
     ],

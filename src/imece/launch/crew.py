@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imece.launch.output import RankOutput
-from imece.launch.processes import die_together, die_with_parent, group_lives, kill_group, reap_adopted
+from imece.launch.processes import (
+    die_together,
+    die_with_parent,
+    group_lives,
+    hear_of_cpu_limit,
+    kill_group,
+    reap_adopted,
+)
 from imece.launch.relay import Relay
 from imece.launch.signals import ENDING, NOTICES, hear_all, signals_as_bytes
 from imece.membership.where import RECORD, new_record, read_record
@@ -135,6 +142,7 @@ class Crew:
             die_together(reader)
             die_with_parent(launcher)
             take_first(self._preference)
+            hear_of_cpu_limit()
             hear_all()
             if listens:  # a signal in its imports would leave half a module
                 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

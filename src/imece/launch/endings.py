@@ -84,6 +84,7 @@ class Ending:
             hints: dict[int, str] = {
                 signal.SIGKILL: _KILLED[self.out_of_memory],
                 signal.SIGSEGV: ", a segmentation fault",
+                signal.SIGXCPU: ", as its CPU time was used up: raise that limit (ulimit -t)",
                 signal.SIGBUS: ", perhaps a file was cut that it reads, or /dev/shm is full",
             }
             hint = "" if self.by_our_signal else hints.get(number, "")

@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import os
 import re
+import resource
 import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -30,6 +31,14 @@ def die_together(pipe: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def hear_of_cpu_limit() -> None:
+    """In a child: make the kernel end it by SIGXCPU, a second before a limit of CPU time at which it sends
+    SIGKILL, which anybody may have sent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if soft == hard != resource.RLIM_INFINITY and hard > 1:
+        resource.setrlimit(resource.RLIMIT_CPU, (hard - 1, hard))
 
 
 def reap_adopted(own: Collection[int]) -> None:
