@@ -6,13 +6,18 @@ from collections import UserDict
 
 from torch import nn
 
-from imece.listing import kind_of, rank_words, size_text, words_of
+from imece.listing import kind_of, rank_words, shown, size_text, words_of
 
 
 def test_a_or_an_goes_by_the_sound() -> None:
     values: list[object] = [3, [], UserDict(), nn.LSTM(1, 1), nn.MSELoss(), nn.Linear(1, 1), nn.GRU, None]
     said = ["an int", "a list", "a UserDict", "an LSTM", "an MSELoss", "a Linear", "the class GRU", "None"]
     assert [kind_of(each) for each in values] == said
+
+
+def test_a_value_of_many_lines_goes_by_its_kind() -> None:
+    values: list[object] = ["zero4", 2.5, nn.ReLU(), nn.Sequential(nn.ReLU()), "a" * 60]
+    assert [shown(each) for each in values] == ["'zero4'", "2.5", "ReLU()", "a Sequential", "a str"]
 
 
 def test_sizes_have_the_largest_unit_that_they_fill() -> None:

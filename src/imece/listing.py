@@ -8,6 +8,7 @@ from collections.abc import Sequence
 _SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIaei]|[Oo](?!ne)|[Uu](?!se|ni(?!n)|t|[A-Z])|[FHLMNRSX](?=[A-Z])")
 """Names before which one says "an": also "an LSTM", spelt letter by letter, but "a User" and "a UNet"."""
 _MOST_RUNS = 8  # of ranks, in a message
+_MOST_WRITTEN = 60  # characters of a value, in a message
 
 
 def some(names: Sequence[object], most: int, between: str = ", ") -> str:
@@ -60,6 +61,12 @@ def kind_of(value: object) -> str:
         return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if _SPOKEN_WITH_A_VOWEL.match(name) else 'a'} {name}"
+
+
+def shown(value: object) -> str:
+    """A wrong value as it was written, if that is short; else what it is: a model's text has many lines."""
+    text = repr(value)
+    return text if len(text) <= _MOST_WRITTEN and "\n" not in text else kind_of(value)
 
 
 def words_of(error: BaseException) -> str:

@@ -980,6 +980,8 @@ def refused(group: dist.ProcessGroup) -> None:
     attempt(ValueError, "no optimizer", lambda model: [], "zero1")
     with pytest.raises(TypeError, match="an SGD is no model"):
         parallelize(momentum(Decoder(SHAPE)), Decoder(SHAPE), "zero1", group)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"^strategy=an SGD: a name, such as"):
+        parallelize(model := Decoder(SHAPE), "zero1", momentum(model), group)  # type: ignore[arg-type]
     mistakes: dict[str, Any] = {"init": "normal", "activation_bytes": "1GB", "mesh": 2}
     for what, value in (*mistakes.items(), ("activation_bytes", -1)):
         options: dict[str, Any] = {"mesh": group, what: value}

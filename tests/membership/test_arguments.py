@@ -28,6 +28,7 @@ LARGE = nn.Linear(1024, 1024)
     ("arguments", "more", "kind", "said"),
     [
         ((2.5, NETWORK, SGD), {}, TypeError, "total=2.5: give a whole number"),
+        ((SGD, NETWORK, 5), {}, TypeError, "total=an SGD: give a whole number"),
         ((5, NETWORK, SGD), {"start": -2}, ValueError, "start=-2: steps are counted from 0 on"),
         ((5, SGD, NETWORK), {}, TypeError, r"an SGD is no model: imece.steps\(total, model, optimizer\)"),
         ((5, [NETWORK], SGD), {}, TypeError, "a list is no model: .*; several are one nn.Module"),

@@ -32,7 +32,7 @@ from imece.data_parallel.sharding.units import Wanted
 from imece.data_parallel.strategy import ShardGroups, Strategy, find_strategy
 from imece.device import home_among
 from imece.footprint import OFFLOADS
-from imece.listing import kind_of
+from imece.listing import kind_of, shown
 from imece.mesh import Mesh
 from imece.model_parallel.cutting import Part
 
@@ -190,15 +190,17 @@ def _refuse_wrapped(model: nn.Module) -> None:
 def _check_kinds(strategy: Any, mesh: Any, init: Any, activation_bytes: Any, precision: Any) -> None:
     """TypeError, or ValueError for a number, for arguments of `parallelize` that are of another kind."""
     if not isinstance(strategy, str):
-        raise TypeError(f"strategy={strategy!r}: a name, such as 'zero2'")
+        raise TypeError(f"strategy={shown(strategy)}: a name, such as 'zero2'")
     if not (isinstance(mesh, dist.ProcessGroup) or hasattr(mesh, "data_group")):
-        raise TypeError(f"mesh={mesh!r}: what imece.init() returned, or a process group")
+        raise TypeError(f"mesh={shown(mesh)}: what imece.init() returned, or a process group")
     if init is not None and not callable(init):
-        raise TypeError(f"init={init!r}: a function that fills one module")
+        raise TypeError(f"init={shown(init)}: a function that fills one module")
     if activation_bytes is not None and not (isinstance(activation_bytes, int) and activation_bytes >= 0):
-        raise ValueError(f"activation_bytes={activation_bytes!r}: a whole number from 0")
+        raise ValueError(f"activation_bytes={shown(activation_bytes)}: a whole number from 0")
     if precision is not None and not isinstance(precision, MixedPrecision):
-        raise TypeError(f"precision={precision!r}: imece.MixedPrecision(param=..., reduce=...) of dtypes")
+        raise TypeError(
+            f"precision={shown(precision)}: imece.MixedPrecision(param=..., reduce=...) of dtypes"
+        )
 
 
 def _made(given: Any, model: nn.Module) -> Any:

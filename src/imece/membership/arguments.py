@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from imece.data_parallel.optimizer import optimizers_of
 from imece.data_parallel.replicate import DistributedDataParallel
-from imece.listing import kind_of
+from imece.listing import kind_of, shown
 
 
 def check_range(total: int, start: int) -> None:
@@ -20,7 +20,7 @@ def check_range(total: int, start: int) -> None:
         try:
             operator.index(value)
         except TypeError:
-            raise TypeError(f"imece.steps: {name}={value!r}: give a whole number") from None
+            raise TypeError(f"imece.steps: {name}={shown(value)}: give a whole number") from None
         if value < 0:
             raise ValueError(f"imece.steps: {name}={value}: steps are counted from 0 on")
 
