@@ -154,6 +154,16 @@ def test_offload(zero: dict[str, Any], offload: str | None) -> None:
             "bf16",
             {"strategy": "zero2", "precision": imece.MixedPrecision(None, torch.bfloat16)},
         ),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "bf16",
+            {"strategy": "zero2", "precision": imece.MixedPrecision(torch.bfloat16, torch.float32)},
+        ),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+            "bf16",
+            {"strategy": "zero2", "precision": imece.MixedPrecision(torch.bfloat16, torch.bfloat16)},
+        ),
     ],
 )
 def test_dtypes(content: dict[str, Any], dtype: str, arguments: dict[str, Any]) -> None:

@@ -255,6 +255,12 @@ def _dtypes(values: Reading, strategy: str) -> tuple[Dtype, bool, Dtype | None]:
     if word is not None and reduce is None:
         raise values.wrong(name, "fp32, bf16 or fp16")
     values.take(name, f"gradients are summed in {reduce}")
+    name = "data_types.grad_accum_dtype"
+    if on and reduce is None and strategy != "replicate" and _DTYPES.get(values.word(name) or "") == "fp32":
+        reduce = (
+            "fp32"  # also where they are added up in no_sync, of which bf16 would round the late ones away
+        )
+        values.take(name, "gradients are summed in fp32")
     return (on[0] if on else "fp32"), autocast, reduce
 
 
