@@ -73,7 +73,8 @@ def parse(
         flag, given, value = word.partition("=")
         if given and options.get(_plain(flag)) is bool:  # tyro would take the value for an operand
             raise UserError(_needless(flag, value))
-    if {"-h", "--help"} & {*argv} and shutil.get_terminal_size().columns < _NARROWEST:
+    helps = not {"-h", "--help"}.isdisjoint(argv)
+    if helps and shutil.get_terminal_size().columns < _NARROWEST:
         os.environ["COLUMNS"] = str(_NARROWEST)  # tyro never ends below 6; this process ends in any case
     complaint, page = io.StringIO(), _Page(sys.stdout)
     try:
@@ -85,7 +86,7 @@ def parse(
                 prog=prog,
                 description=description,
                 default=start,
-                registry=_RULES,
+                registry=_RULES if helps else _RULES_WITHOUT_TEXTS,
             )
     except SystemExit as leaving:
         if leaving.code in (0, None):
@@ -172,10 +173,19 @@ def _default(shown: str) -> str:
     return "" if shown in ("None", "", "''") else f"(default: {shown})"
 
 
+def _fields_without_texts(struct: StructTypeInfo) -> StructConstructorSpec | None:
+    """Where nobody asks for help: tyro would read the source for each section's text, half of its time."""
+    spec = _fields(struct)
+    return spec and dataclasses.replace(
+        spec, fields=tuple(dataclasses.replace(each, helptext=None) for each in spec.fields)
+    )
+
+
 _asked: list[StructTypeInfo] = []
-_RULES = ConstructorRegistry()
-_RULES.primitive_rule(_optional)
-_RULES.struct_rule(_fields)
+_RULES, _RULES_WITHOUT_TEXTS = ConstructorRegistry(), ConstructorRegistry()
+for _rules, _rule in ((_RULES, _fields), (_RULES_WITHOUT_TEXTS, _fields_without_texts)):
+    _rules.primitive_rule(_optional)
+    _rules.struct_rule(_rule)
 
 
 class _Page(io.StringIO):
