@@ -17,6 +17,7 @@ from imece.cli.export.adapter import FOUR_BITS
 from imece.cli.export.card import write_card
 from imece.cli.main import main
 from imece.data.tokens import open_tokens
+from imece.models.foreign import WITHOUT_LIMIT
 from imece.models.shape import TransformerConfig
 from imece.train.config import DataSection, LoraSection, ModelSection, OptimizerSection, defaults
 from imece.train.run.folder import RunFolder, shape_as_json
@@ -35,11 +36,13 @@ def read(folder: Path) -> tuple[Any, dict[str, str], str]:
     return yaml.safe_load(head), {row[1]: row[2] for row in rows if row is not None}, text
 
 
-def card(tmp_path: Path, adapter: bool, **sections: Any) -> tuple[Any, dict[str, str], str]:
+def card(
+    tmp_path: Path, adapter: bool, shape: TransformerConfig = SHAPE, **sections: Any
+) -> tuple[Any, dict[str, str], str]:
     """The card of a run with a config of these sections."""
     run = RunFolder(tmp_path / "a | run")
     run.begin(dataclasses.replace(defaults("", 0), run=str(run.path), seed=7, **sections))
-    state = {"model": shape_as_json(SHAPE), "counters": {"tokens": 12_288}, "metric_over": 25}
+    state = {"model": shape_as_json(shape), "counters": {"tokens": 12_288}, "metric_over": 25}
     saved: Any = SimpleNamespace(step=3, metric=2.5, state=state)
     write_card(tmp_path, run, saved, 1_234, "bf16", adapter=adapter)
     return read(tmp_path)
@@ -100,7 +103,9 @@ def test_of_what_came_from_the_hub(tmp_path: Path) -> None:
 def test_of_what_nobody_knows(tmp_path: Path) -> None:
     """A base that lies in a folder has no name on the Hub; a text may be Python's own."""
     model = ModelSection(preset="", weights="/secret/base")
-    head, facts, text = card(tmp_path, True, model=model, lora=LoraSection(rank=4))
+    shape = dataclasses.replace(SHAPE, max_seq=WITHOUT_LIMIT)  # of a model whose config.json names none
+    head, facts, text = card(tmp_path, True, shape, model=model, lora=LoraSection(rank=4))
+    assert facts["model"] == "2 layers x 32, 4 heads (2 of keys and values), vocabulary 300"
     assert head.keys() == {"library_name", "pipeline_tag", "tags"}
     assert (facts["began from"], facts["text"]) == ("`base`", "Python's standard library")
     assert 'from_pretrained("BASE")' in text and "BitsAndBytes" not in text

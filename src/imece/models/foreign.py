@@ -32,7 +32,7 @@ from imece.models.stored import Piece, Shape, stored
 Json = dict[str, Any]
 
 INNER = "inner."
-_WITHOUT_LIMIT = 2**20  # positions of a model whose config.json names no limit
+WITHOUT_LIMIT = 2**20  # positions of a model whose config.json names no limit
 _SENSES = ("vision_config", "audio_config")
 # Of these model_types, positions that begin anew with a document hide what stands before it
 # (tests/models/test_foreign.py).
@@ -85,7 +85,7 @@ class ForeignConfig:
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-            max_seq=int(getattr(config, "max_position_embeddings", None) or _WITHOUT_LIMIT),
+            max_seq=int(getattr(config, "max_position_embeddings", None) or WITHOUT_LIMIT),
             tied_head=model.get_output_embeddings().weight is table,
             windows=tuple(int(window) if window and "sliding" in each else None for each in types),
         )

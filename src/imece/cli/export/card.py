@@ -15,6 +15,7 @@ from imece.cli.export.adapter import FOUR_BITS
 from imece.data.tokens import open_tokens
 from imece.errors import UserError
 from imece.listing import many, some
+from imece.models.foreign import WITHOUT_LIMIT
 from imece.observe.environment import version
 from imece.train.config import OF_MODEL, OptimizerSection, TrainConfig
 from imece.train.model.origin import sequence_length
@@ -108,10 +109,11 @@ def _head(config: TrainConfig, adapter: bool) -> Iterator[str]:
 
 def _facts(run: RunFolder, config: TrainConfig, saved: Saved) -> Iterator[tuple[str, str]]:
     data, batch, lora, shape = config.data, config.batch, config.lora, read_shape(saved.state["model"])
+    context = f", context {shape.max_seq:,} tokens" if shape.max_seq < WITHOUT_LIMIT else ""
     yield (
         "model",
         f"{shape.layers} layers x {shape.width}, {many(shape.heads, 'head')} ({shape.kv_heads} of keys and "
-        f"values), vocabulary {shape.vocab_size:,}, context {shape.max_seq:,} tokens",
+        f"values), vocabulary {shape.vocab_size:,}{context}",
     )
     base = config.model.weights
     yield "began from", _code(_of_the_hub(base) or os.path.basename(base)) if base else "random weights"
