@@ -157,10 +157,10 @@ def launchers_store(
     return root_store(meeting) if _served_by_launcher(environ) else dist.HashStore()
 
 
-def reach_launchers_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
+def reach_launchers_store() -> dist.Store:
     """The same for a member whose ranks have not met. OSError, RuntimeError or ValueError if it is not where
     the environment says."""
-    port = int(environ.get(AGENT_PORT) or environ.get("MASTER_PORT", ""))
+    port = int(os.environ.get(AGENT_PORT) or os.environ.get("MASTER_PORT", ""))
     socket.create_connection((LOOPBACK, port), _REACH_S).close()  # or torch would print pages of C++ frames
     return client(LOOPBACK, port, timedelta(seconds=_REACH_S))
 

@@ -52,9 +52,9 @@ def choice(op: str, nbytes: int, group: dist.ProcessGroup, device: torch.device 
     return choose(op, nbytes, links_of(group, device), forced=FORCED)
 
 
-def parts_of(nbytes: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> int:
+def parts_of(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> int:
     """The number of parts of a broadcast along the pipelined ring: by the links, if they were measured."""
-    links = _links.get(group, {}).get(torch.device(device).type)
+    links = _links.get(group, {}).get(device.type)
     return best_parts(nbytes, links) if links is not None else DEFAULT_PARTS
 
 
