@@ -84,7 +84,7 @@ def test_micro_batches_in_no_sync_have_sharded_gradients_whole_besides(strategy:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_earlier_micro_batches_sums_lie_beside_those_of_the_next_one(strategy: Strategy) -> None:
-    """In the host's memory and on CPUs; a GPU lets go of them bucket by bucket."""
+    """In the host's memory; a device lets go of them bucket by bucket."""
     more = 4 * N / 8 if STRATEGIES[strategy].gradients else 0
 
     def added(name: str, framework: Framework = IMECE, **changes: Any) -> int:
@@ -99,10 +99,10 @@ def test_earlier_micro_batches_sums_lie_beside_those_of_the_next_one(strategy: S
         return int(getattr(of_two, name) - getattr(of_one, name))
 
     assert added("host", offload="optimizer") == pytest.approx(more, rel=1e-3)
-    assert added("gradients", IMECE_CPU, precision=IMECE_CPU.precision) == pytest.approx(more, rel=1e-3)
+    assert added("gradients", IMECE_CPU, precision=IMECE_CPU.precision) == 0
     assert added("gradients") == added("host") == added("gradients", offload="optimizer") == 0
     whole = {"precision": IMECE_CPU.precision, "accumulates_whole": True}
-    assert added("gradients", IMECE_CPU, **whole) == pytest.approx(8 * more, rel=1e-3)  # in their place
+    assert added("gradients", IMECE_CPU, **whole) == pytest.approx(8 * more, rel=1e-3)
 
 
 def test_the_formulae_of_deepspeed_and_megatron() -> None:

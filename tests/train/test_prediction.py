@@ -130,9 +130,17 @@ def test_a_rank_that_has_too_little_memory_is_warned_of() -> None:
     assert f"need {gigabytes(needed)} and has {gigabytes(needed // 2)}: fewer --ranks" in line
 
 
-@pytest.mark.parametrize(("whole", "nbytes"), [(True, 4), (False, 2)])
+@pytest.mark.parametrize(("strategy", "whole"), [("zero2", True), ("zero2", False), ("zero1", True)])
+def test_what_helps_a_rank_that_keeps_whole_gradients(strategy: str, whole: bool) -> None:
+    plan, on = BatchPlan(256, 16, 2, 4, 2, whole=whole), machine(1000)
+    line = predict(strategy, Given(CONFIG, SHAPE, plan, BF16, on)).lacks
+    assert ("GB: --accumulate sharded, fewer --ranks" in line) == (whole and strategy == "zero2")
+    assert "fewer --ranks" in line
+
+
+@pytest.mark.parametrize(("whole", "nbytes"), [(True, 4), (False, 0)])
 def test_micro_batches_are_accumulated_as_the_plan_says(whole: bool, nbytes: int) -> None:
-    """Whole, or in this rank's half; nothing of it is left after a step, when the engine counts."""
+    """Whole, or in this rank's part; nothing of it is left after a step, when the engine counts."""
     once, twice = (
         predict(
             "zero2",

@@ -85,6 +85,7 @@ class Sharding(Gradients):
         )
         self._lets_go = self.offload is None and keeps_freed(device)  # gives memory back
         self._in_backward = False
+        self._added: set[int] = set()  # buckets whose earlier sums this backward has been added to
         self.parts = [part for store in self.stores for part in store.parts]
         filled = [_bucket(store, self.precision.reduce) for store in self.stores]
         self.all = [bucket for bucket, _ in filled]
@@ -145,6 +146,7 @@ class Sharding(Gradients):
         if self._widens:
             self._widens = False
             let_any_come(self._narrow)
+        self.refuse_mixed({store.kind for store in self.stores})
         self._in_backward = True
         live = []
         for store in self.stores:
@@ -231,6 +233,23 @@ class Sharding(Gradients):
             store.gradient.add_(store.older)
             behind_this_stream(store.older)
             store.older = None
+            if self.borrows and self.offload is None:
+                self._added.add(store.plan.index)
+                for part in store.parts:  # or earlier sums would keep their memory until backward is over
+                    if part.parameter.grad is not None:
+                        part.parameter.grad = part.of(store.gradient)
+
+    def refuse_mixed(self, kinds: Collection[int]) -> None:
+        """RuntimeError if a backward that raised was added to some gradients of these optimizers alone."""
+        stores = [store for store in self.stores if store.kind in kinds]
+        for store in stores:
+            kept = any(part.parameter.grad is not None for part in store.parts)
+            if kept and store.plan.index in self._added:
+                raise RuntimeError(
+                    "a backward that raised was added to some gradients of earlier micro-batches, and to "
+                    "others not: call optimizer.zero_grad(), and begin the step again"
+                )
+        self._added.difference_update(store.plan.index for store in stores)
 
     def _own(self, bucket: Bucket) -> torch.Tensor:
         """This rank's shard of a bucket."""
@@ -254,6 +273,7 @@ class Sharding(Gradients):
         """As in Gradients: set the gradients of parts, except frozen ones and those of parameters that no
         rank used."""
         self._in_backward = False
+        self._added.clear()
         self.lane.wait()  # clipping and stepping read on the host, which no stream holds back
         unused = {slot.index for slot in absent if not used_anywhere[slot.index]}
         frozen = {part.index for part in self.parts if not part.parameter.requires_grad}  # in their groups
@@ -272,6 +292,7 @@ class Sharding(Gradients):
         get again, the sums give theirs to the next forward until the next sums come."""
         self.accumulated.zeroed(kinds, set_to_none)
         self.divided.end()
+        self._added -= {store.plan.index for store in self.stores if store.kind in kinds}
         if not set_to_none or not self._lets_go or self._in_backward:
             return
         for store in self.stores:

@@ -53,6 +53,24 @@ def after_one_that_raised(model: Any, optimizer: Any, steps: int) -> Iterator[to
         yield from plain(model, optimizer, 1)
 
 
+def after_one_of_several_that_raised(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
+    """It was added to the sums of some buckets, and not of others: nothing goes on with these."""
+    for step in range(steps):
+
+        def stop(_gradient: torch.Tensor) -> None:
+            raise ArithmeticError
+
+        loss_of(model, 50 + step).backward()
+        handle = model.module.first.weight.register_hook(stop)
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 60 + step).backward()
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"a backward that raised .* optimizer\.zero_grad\(\)"):
+            optimizer.step() if step % 2 else loss_of(model, 70).backward()
+        optimizer.zero_grad()
+        yield from plain(model, optimizer, 1)
+
+
 def zeroed_in_backward(model: Any, optimizer: Any, steps: int) -> Iterator[torch.Tensor]:
     """When some sums are there and some are not."""
     for step in range(steps):
@@ -121,6 +139,10 @@ CHECKS: dict[str, Check] = {
     "zero3, unused": same_bits("zero3", accumulated, Routed),
     "zero3, zeroed in place": same_bits("zero3", zeroed_in_place),
     "zero3, zeroed in backward": same_bits("zero3", zeroed_in_backward),
+    "zero2, after one of several that raised": same_bits(
+        "zero2", after_one_of_several_that_raised, bucket_cap_mb=1e-3
+    ),
+    "zero3, after one of several that raised": same_bits("zero3", after_one_of_several_that_raised),
     "zero3, after one that raised": same_bits("zero3", after_one_that_raised),
     "zero3, some replaced": same_bits("zero3", some_replaced),
 }

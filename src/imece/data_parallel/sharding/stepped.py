@@ -204,6 +204,7 @@ class SteppedParts:
             )
         self._refuse_late()
         self._check_summed()
+        self._sharding.refuse_mixed((self._number,))
         self._sharding.written.check()
         self._sharding.before_step((self._number,))
         self._in_step = optimizer

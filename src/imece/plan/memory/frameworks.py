@@ -22,7 +22,7 @@ class Framework:
     precision: Precision = field(default_factory=Precision)
     sums_as_masters: bool = True  # a shard of gradients is in the masters' dtype, whatever the buckets' is
     late_sums: bool = False  # these shards are freed when zeroed, and return while activations go
-    sums_apart: bool = False  # of earlier micro-batches, beside where the next one's land; see memory.py
+    sums_apart: bool = False  # offloaded ones of earlier micro-batches, beside the next one's; see memory.py
     masters_are_shards: bool = False  # zero3: the shards are the masters; parameters exist only gathered
     gathers: bool = True  # units of zero3; False: ranks share the parameters' memory
     units_at_once: int = 2  # gathered besides the root

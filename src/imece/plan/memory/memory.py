@@ -175,12 +175,11 @@ def keeps_whole(setup: Setup) -> bool:
 
 
 def _keeps_apart(setup: Setup, framework: Framework) -> bool:
-    """Whether the sums of earlier micro-batches lie beside those of the next one, to which they are added. A
-    GPU lets go of them bucket by bucket; a CPU, and the host's memory, after the backward."""
+    """Whether the sums of earlier micro-batches lie beside those of the next one, to which they are added:
+    the device lets go of them bucket by bucket, the host's memory of offload after the backward."""
     recipe, in_parts = setup.recipe, DIVIDED[setup.parallel.strategy].gradients
     several = recipe.accumulation > 1 and in_parts and not recipe.accumulates_whole
-    stays = recipe.offload is not None or not framework.late_sums
-    return several and framework.sums_apart and stays
+    return several and framework.sums_apart and recipe.offload is not None
 
 
 def _states(setup: Setup, part: Held, dealt: Sizes, whole: float, framework: Framework) -> _States:
