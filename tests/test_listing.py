@@ -6,7 +6,7 @@ from collections import UserDict
 
 from torch import nn
 
-from imece.listing import kind_of, rank_words, shown, size_text, words_of
+from imece.listing import kind_of, many, rank_words, shown, size_text, words_of
 
 
 def test_a_or_an_goes_by_the_sound() -> None:
@@ -18,6 +18,10 @@ def test_a_or_an_goes_by_the_sound() -> None:
 def test_a_value_of_many_lines_goes_by_its_kind() -> None:
     values: list[object] = ["zero4", 2.5, nn.ReLU(), nn.Sequential(nn.ReLU()), "a" * 60]
     assert [shown(each) for each in values] == ["'zero4'", "2.5", "ReLU()", "a Sequential", "a str"]
+
+
+def test_many() -> None:
+    assert [many(1, "host"), many(8000, "batch"), many(2, "epoch")] == ["1 host", "8,000 batches", "2 epochs"]
 
 
 def test_sizes_have_the_largest_unit_that_they_fill() -> None:

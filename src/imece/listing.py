@@ -19,7 +19,7 @@ def some(names: Sequence[object], most: int, between: str = ", ") -> str:
 
 def many(number: int, noun: str) -> str:
     """(1, "host") -> "1 host", (8, "host") -> "8 hosts", (8000, "batch") -> "8,000 batches"."""
-    plural = "es" if noun.endswith("ch") else "s"
+    plural = "es" if noun.endswith("batch") else "s"  # but "epochs"
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 

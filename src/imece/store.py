@@ -49,6 +49,7 @@ def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
+        # Closed connections of an earlier process at this port must not block a later one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)

@@ -34,6 +34,7 @@ from imece.bench.recovery.runs import (
     train,
 )
 from imece.bench.recovery.targets import COST_STRATEGIES
+from imece.listing import many
 
 TORCHRUN = {"as it is": {}, "without a shared store": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 """Description -> environment variables."""
@@ -119,7 +120,7 @@ def kills_line(found: Kills) -> str:
         f"  {found.strategy:<11}{found.step_s * 1e3:>9.0f}{found.steps:>7}{survived:>11}"
         f"{shown(figures['median_s'], '.2f'):>10}{shown(figures['worst_s'], '.2f'):>9}{figures['again']:>7}"
         f"{shown(found.goodput, '.0%'):>9}{shown(found.difference, '.1e'):>9}"
-        f"  ({found.kills_compared} {'kill' if found.kills_compared == 1 else 'kills'} before)"
+        f"  ({many(found.kills_compared, 'kill')} before)"
     )
 
 

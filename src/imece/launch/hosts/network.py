@@ -23,7 +23,7 @@ from imece.launch.hosts import frames
 from imece.launch.hosts.events import Event, Up
 from imece.launch.hosts.links import Links
 from imece.launch.hosts.tunnel import Target
-from imece.store import listen_here
+from imece.store import listen, listen_here
 from imece.system.addresses import Address, describe
 
 
@@ -92,13 +92,14 @@ class Network:
         """
         assert not self._links.port, "an agent has one port"
         try:
-            listener = _bound(address, port)
+            listener = listen(address, port)
         except OSError as error:
             why = error.strerror or str(error)
             raise UserError(
                 f"cannot listen on {describe((address, port))} ({why}): choose another port, or an address "
                 "of this host"
             ) from None
+        listener.setblocking(False)
         self._listeners.append(listener)
         self._links.address, self._links.port = listener.getsockname()[:2]
         self._call(self._accept, self._links.door.accept(listener))
@@ -166,19 +167,3 @@ class Network:
             task.cancel()
         if left:
             await asyncio.wait(left)
-
-
-def _bound(address: str, port: int) -> socket.socket:
-    """A socket that listens there; OSError if that is impossible."""
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Closed connections of an earlier agent at this port must not block a later one.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
