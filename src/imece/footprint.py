@@ -11,6 +11,11 @@ Offload = Literal["optimizer", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("optimizer", "parameters")
 """What may lie in the host's memory: "optimizer": what the optimizer steps; "parameters": this rank's parts
 of the parameters too."""
+StrategyName = Literal[
+    "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
+    "ddp", "fsdp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
+]  # fmt: skip
+"""The names that options take: ours first, then those of others (data_parallel/strategy.py)."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from imece.cli.options import parse
 from imece.errors import UserError
+from imece.footprint import StrategyName
 from imece.models.presets import PRESETS
 from imece.train.config import (
     BatchSection,
@@ -23,7 +24,6 @@ from imece.train.config import (
     ModelSection,
     OptimizerSection,
     PipelineSchedule,
-    Strategy,
     TrainConfig,
     ValidateSection,
     WatchSection,
@@ -73,7 +73,7 @@ CONFIGS = some(
     ranks=COUNTS_OR_0,
     steps=COUNTS,
     epochs=st.floats(0, 1_000_000),
-    strategy=st.sampled_from(get_args(Strategy)),
+    strategy=st.sampled_from(get_args(StrategyName)),
     seed=st.integers(0, 2**63 - 1),
     model=models(),
     data=some(

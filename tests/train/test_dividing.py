@@ -20,13 +20,13 @@ from torch import Tensor
 import imece
 from imece.checkpoint.load import all_steps
 from imece.errors import UserError
+from imece.footprint import StrategyName
 from imece.models.transformer import Transformer
 from imece.train.config import (
     ComputeSection,
     DataSection,
     MeshSection,
     OptimizerSection,
-    Strategy,
     TrainConfig,
 )
 from imece.train.dividing import axes_of, check_divided, divided, groups_of
@@ -180,7 +180,7 @@ def test_groups_of_ranks() -> None:
 def test_gradients_that_cannot_be_summed_after_each_micro_batch() -> None:
     sharded = TrainConfig(compute=ComputeSection(accumulate="sharded"))
     shape = sharded.model.shape(4096)
-    strategy: Strategy
+    strategy: StrategyName
     for strategy in ("auto", "SHARD_GRAD_OP", "zero3"):
         check_divided(replace(sharded, strategy=strategy), shape, 256)
     for strategy in ("ddp", "zero1"):

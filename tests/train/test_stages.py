@@ -15,6 +15,7 @@ import torch
 
 from imece.cli.train import read_config
 from imece.errors import UserError
+from imece.footprint import StrategyName
 from imece.train.batch import plan_batch
 from imece.train.config import (
     BatchSection,
@@ -22,7 +23,6 @@ from imece.train.config import (
     LoraSection,
     MeshSection,
     OptimizerSection,
-    Strategy,
     TrainConfig,
 )
 from imece.train.dividing import axes_of, check_divided, dealt, groups_of
@@ -141,7 +141,7 @@ def refused(config: TrainConfig, said: str, **shape: Any) -> None:
 def test_what_cannot_be_dealt() -> None:
     config = TrainConfig(mesh=MeshSection(pipeline=2))
     check_divided(config, config.model.shape(4096), 256)
-    strategy: Strategy
+    strategy: StrategyName
     for strategy in ("zero1", "SHARD_GRAD_OP", "ddp"):
         check_divided(replace(config, strategy=strategy), config.model.shape(4096), 256)
     for strategy in ("zero3", "hybrid", "hybrid_zero2"):

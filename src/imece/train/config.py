@@ -19,14 +19,10 @@ import tyro
 from imece.data.prepare import TextSource
 from imece.data.sources import absolute_name
 from imece.errors import UserError
+from imece.footprint import StrategyName
 from imece.models.presets import preset
 from imece.models.shape import TransformerConfig
 
-# All names of the strategies in data_parallel/strategy.py, imece's own first.
-Strategy = Literal[
-    "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
-    "ddp", "fsdp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
-]  # fmt: skip
 Optimizer = Literal["muon", "adamw"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
@@ -398,7 +394,7 @@ class TrainConfig:
     #: hybrid_zero2: parts within a host, replicas between hosts. auto: the fastest by the planner if imece
     #: plan --here has measured this machine; else zero1 on one host and on GPUs, otherwise replicate, or what
     #: fits.
-    strategy: Strategy = "auto"
+    strategy: StrategyName = "auto"
     seed: int = 1
     """Seed of the weights and of the order of documents."""
     model: ModelSection = field(default_factory=ModelSection)

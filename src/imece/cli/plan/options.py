@@ -11,16 +11,12 @@ from typing import Annotated, Literal
 import tyro
 
 from imece.errors import UserError
-from imece.footprint import Offload
+from imece.footprint import Offload, StrategyName
 from imece.plan.answer.space import RESERVE, STRATEGIES
 from imece.plan.answer.words import ALSO
 from imece.plan.hardware import Gpu
 from imece.plan.setup import FP32, Adapters, Optimizer, Precision, Recomputation, Strategy, Wire
 
-StrategyName = Literal[
-    "auto", "replicate", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2",
-    "ddp", "fsdp", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2",
-]  # fmt: skip
 PrecisionName = Literal["bf16", "fp16", "autocast", "fp32", "bf16-pure", "fp8"]
 
 _STRATEGIES: dict[str, Strategy] = {
