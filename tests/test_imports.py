@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What becomes of another system's settings, and so what of them is refused here.
     "foreign": _BASE
     | {"data_parallel.sharding.cast", "data_parallel.sharding.offload", "data_parallel.strategy"}
-    | {"observe.visible", "train.config", "train.config_file"},
+    | {"observe.visible", "train.config"},
     # Outside the ranks: never the engine.
     "launch": _BASE | {"world", "launchers", "store", "status", "membership.roster", "membership.where"},
     "plan": _BASE

@@ -1,15 +1,16 @@
-"""Writing files so that each is whole or absent, whatever happens meanwhile."""
+"""Writing files so that each is whole or absent, whatever happens meanwhile; and values as TOML."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from imece.errors import UserError
 
@@ -136,3 +137,11 @@ def sync_folder(folder: Path) -> None:
         raise OSError(error.errno, error.strerror, str(folder)) from error
     finally:
         os.close(descriptor)
+
+
+def as_toml(value: Any) -> str:
+    """One value in TOML."""
+    if value is None:
+        return "None"  # only for messages, as options write it: a file leaves it out
+    # JSON's strings, lists, numbers and booleans are valid TOML, except that TOML must escape DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

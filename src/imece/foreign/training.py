@@ -9,7 +9,7 @@ from imece.errors import UserError
 from imece.foreign.settings import OptimizerSettings, Settings
 from imece.observe.visible import visible
 from imece.train.config import OptimizerSection, TrainConfig, flat
-from imece.train.config_file import as_toml
+from imece.writing import as_toml
 
 _TYPE = "optimizer.type"
 _DTYPES = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")

@@ -25,7 +25,7 @@ from imece.plan.speed.compute import flash_part, product_s, stream_s
 from imece.plan.speed.manner import IMECE
 from imece.plan.speed.stage import stage_time
 from imece.system.control_groups import allowed_bytes
-from imece.writing import asked_for, write_whole
+from imece.writing import as_toml, asked_for, write_whole
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SLOWEST = 0.1  # least share of a copy's rate
@@ -134,7 +134,7 @@ def to_toml(cluster: Cluster, figures: Mapping[str, Any], now: datetime) -> str:
     ]
     for name, table in tables.items():
         lines += ["", f"[{name}]"]
-        lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
+        lines += [f"{key} = {as_toml(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -188,13 +188,3 @@ def _link(figures: Mapping[str, Any]) -> Link:
     sent = 2 * (ranks - 1) / ranks
     per_byte = max(float(figures["all_reduce_s_per_byte"]), 1e-13)
     return Link(sent / per_byte, float(figures["all_reduce_fixed_s"]) / (2 * (ranks - 1)), efficiency=1.0)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(each) for each in value) + "]"
-    return repr(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from imece.errors import UserError
 from imece.train.config import MOST, TrainConfig, defaults, flat
 from imece.train.other_names import OURS
+from imece.writing import as_toml
 
 Section = TypeVar("Section")
 
@@ -110,13 +110,3 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _check_text(value: str, name: str) -> None:
     if "\0" in value:  # neither an option nor a file's name can have one
         raise ValueError(f"{name} is {value!r}: take the NUL out")
-
-
-def as_toml(value: Any) -> str:
-    """One value in TOML."""
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(as_toml, value)) + "]"
-    if value is None:
-        return "None"  # only for messages, as options write it: a file leaves it out
-    # JSON's strings, numbers and booleans are valid TOML, except that TOML must escape DEL.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -9,7 +9,7 @@ from typing import Any
 from imece.errors import UserError
 from imece.listing import some
 from imece.train.config import TrainConfig, flat
-from imece.train.config_file import as_toml
+from imece.writing import as_toml
 
 _MOST_NAMED = 3  # further values named in a message, after the first that differs
 
