@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from imece.checkpoint.load import Source
 from imece.errors import UserError
 
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 """All of torch's dtypes by name: memory may hold some that no file has, such as complex32."""
 
 
-class Pieces:
+class Pieces(Source):
     """Named tensors whose pieces lie in memory; reading copies out of them."""
 
+    folder = Path("the memory of the other ranks")
+
     def __init__(self) -> None:
-        self.folder = Path("the memory of the other ranks")  # for messages
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -36,11 +37,6 @@ class Pieces:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._pieces[name][0][1].dtype
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor. UserError if elements of it are in nobody's memory."""
-        shape = self.shape(name)
-        return self.slice(name, 0, math.prod(shape)).view(shape)
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, 1-D. UserError if one is in nobody's memory."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from imece.checkpoint.load import Saved
+from imece.checkpoint.load import Saved, Source
 from imece.checkpoint.state.names import MODEL
 from imece.checkpoint.state.weights import check_shapes, fill
 from imece.data.chats import open_template
@@ -43,8 +43,8 @@ _LONGEST = 512  # default length of sequences in tokens: contexts may have up to
 
 
 @dataclass(frozen=True)
-class Weights:
-    """A model on the disk as a checkpoint (`Source`) that has parameters and nothing else."""
+class Weights(Source):
+    """A model on the disk as a checkpoint that has parameters and nothing else."""
 
     config: LanguageConfig
     home: RunFolder
@@ -71,10 +71,6 @@ class Weights:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._of.dtype(self._there(name))
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU. UserError if it cannot be read."""
-        return self._of.tensor(self._there(name))
 
     def slice(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the flat tensor, on the CPU. UserError if they cannot be read."""
