@@ -312,7 +312,7 @@ def test_transformers_reads_it(trained_run: Path, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ours, _ = trained_model(RunFolder(run), "best")
     assert isinstance(ours, Transformer)
-    own = RunFolder(run).tokenizer()
+    own = load_tokenizer(RunFolder(run).tokenizer_file)
     text = TEXT.format(number=7) + "  naïve\t日本"
     ids = tokenizer(text)["input_ids"]
     assert ids == own.encode(text)

@@ -21,7 +21,7 @@ from imece.cli.main import main
 from imece.cli.sample import Text
 from imece.data.bpe import train_bpe
 from imece.data.corpus import Source
-from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from imece.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from imece.models.generate import LogitsError, generate
 from imece.models.transformer import Transformer
 from imece.train.model.origin import model_of, trained_model
@@ -40,7 +40,7 @@ def written(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
 
 def greedy(run: Path, which: str, prompt: str, new: int) -> str:
     model, _ = trained_model(RunFolder(run), "best" if which == "best" else "last")
-    tokenizer = RunFolder(run).tokenizer()
+    tokenizer = load_tokenizer(RunFolder(run).tokenizer_file)
     ids = [tokenizer.end, *tokenizer.encode(prompt)]
     return tokenizer.decode(list(generate(model, ids, new, temperature=0)))
 

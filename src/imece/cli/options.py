@@ -37,9 +37,8 @@ Config = TypeVar("Config")
 
 _BOX = "│╭╮╰╯─ "  # a line of the box without these is empty
 _ASCII_RULE = re.compile(r"^\s*-{8,}\s*$", re.MULTILINE)
-_CHOICE = re.compile(
-    r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\."
-)  # with line breaks where tyro wraps
+# With line breaks where tyro wraps.
+_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\) ?\.")
 _NARROWEST = 40  # columns in which a page of help can be read
 _NAMES = re.compile(r"-[\w.-]+(?:/-[\w.-]+)+")  # all names of one option
 _UNKNOWN = "Unrecognized options:"

@@ -130,9 +130,8 @@ def _wanted(
 def _manifest_file(folder: Path) -> tuple[int, int] | None:
     """Identifies the manifest file that is there: each `build` writes a new one, even with equal content."""
     try:
-        with (folder / MANIFEST).open(
-            "rb"
-        ) as file:  # opened, because a file server's client may cache the state of an older file
+        # Opened, because a file server's client may cache the state of an older file.
+        with (folder / MANIFEST).open("rb") as file:
             found = os.fstat(file.fileno())
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -150,7 +150,7 @@ class Chart:
             self._legend.append(f'<span><i class="{style}"></i>{html.escape(name)}</span>')
 
 
-def _round_up(number: float, whole: bool = False) -> float:
+def _round_up(number: float, whole: bool) -> float:
     """The next of 1, 2, 2.5 and 5 times a power of ten; whole: only whole numbers."""
     power = 10.0 ** math.floor(math.log10(number if not whole else max(number, 1.0)))
     steps = (step * power for step in (1, 2, 2.5, 5, 10))

@@ -159,9 +159,8 @@ def _as_slow_as_a_model(gpu: Gpu, figures: Mapping[str, Any]) -> Gpu:
     low, high = _SLOWEST * gpu.memory_bandwidth, gpu.memory_bandwidth
     for _ in range(40):
         middle = (low + high) / 2
-        slower = replace(
-            gpu, name=f"{gpu.name} {middle}", memory_bandwidth=middle
-        )  # another name, because caches compare names: see Gpu
+        # Another name, because caches compare names: see Gpu.
+        slower = replace(gpu, name=f"{gpu.name} {middle}", memory_bandwidth=middle)
         if stage_time(setup, replace(alone, gpu=slower), IMECE).compute > figures["model_s"]:
             low = middle
         else:

@@ -231,7 +231,7 @@ def test_its_tokenizer_begins_and_ends_each_document(source: Path, tmp_path: Pat
     ready(words(tmp_path, "source", "run"))
     part = open_tokens(tmp_path / "run/tokens").train
     assert all(part.document(i)[0] == 1 and part.document(i)[-1] == 2 for i in range(part.documents))
-    tokenizer = RunFolder(tmp_path / "run").tokenizer()
+    tokenizer = load_tokenizer(RunFolder(tmp_path / "run").tokenizer_file)
     assert (tokenizer.begin, tokenizer.end, tokenizer.before) == (1, 2, 1)
     assert 1 not in tokenizer.encode(f"{BOS} village")
     # What puts none around a text, and says no other, has its documents follow each other's ends.
@@ -483,5 +483,5 @@ def test_there_and_back_with_transformers(
         torch.testing.assert_close(found, ours(sequences), rtol=0, atol=1e-5)
         assert not torch.allclose(found, theirs(sequences).logits, rtol=0, atol=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    own = RunFolder(tmp_path / "zero1").tokenizer()
+    own = load_tokenizer(RunFolder(tmp_path / "zero1").tokenizer_file)
     assert tokenizer("one village")["input_ids"] == [own.before, *own.encode("one village")]

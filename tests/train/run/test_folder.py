@@ -166,7 +166,7 @@ def test_what_is_put_back_has_what_stands_beside_the_tokenizer(folder: RunFolder
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
     shutil.rmtree(folder.path)
     assert folder.put_back(TrainConfig(), load_tokenizer(tmp_path))
-    assert folder.tokenizer().begin == 257
+    assert load_tokenizer(folder.tokenizer_file).begin == 257
 
 
 def test_where_tokens_are(folder: RunFolder) -> None:

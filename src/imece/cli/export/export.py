@@ -249,9 +249,7 @@ def _clean(target: Path) -> None:
     leftover = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.partial")
     for path in target.parent.iterdir():
         if leftover.fullmatch(path.name) and path.is_dir():
-            with contextlib.suppress(
-                OSError
-            ):  # another thread or process is writing it, or another user owns it
+            with contextlib.suppress(OSError):  # somebody is writing it, or another user owns it
                 lock = _lock(path)
                 try:
                     shutil.rmtree(path)

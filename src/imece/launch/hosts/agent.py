@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ def launch_here(
     plan: Plan,
     *,
     job: str,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str],
     logs: Path | None = None,
     rank_silent_s: float = 10.0,
     watch: Callable[[WideView], None] | None = None,

@@ -282,7 +282,7 @@ def flops_a_token(model: Model, seq: int, frozen: bool = False) -> float:
     return (4 if frozen else 6) * active + _scores_flops_a_token(model, seq)
 
 
-def hidden_part(model: Model, seq: int, frozen: bool = False) -> float:
+def hidden_part(model: Model, seq: int, frozen: bool) -> float:
     """The part of `flops_a_token` that flash attention leaves out: scores that the causal mask hides."""
     return _scores_flops_a_token(model, seq) / 2 / flops_a_token(model, seq, frozen)
 

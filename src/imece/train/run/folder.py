@@ -20,7 +20,7 @@ from imece.checkpoint.load import Saved, all_steps, best, newest, of_step
 from imece.data.batches import Batches
 from imece.data.build import discard
 from imece.data.tokenizer import CONFIG as TOKENIZER_CONFIG
-from imece.data.tokenizer import Tokenizer, load_tokenizer
+from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.listing import many
 from imece.models.foreign import ForeignConfig
@@ -275,10 +275,6 @@ class RunFolder:
                 f"{self.path} has figures of {records[-1]['step']} steps, but {self.checkpoints.name}/ is "
                 "gone: put it back; to begin anew, name another folder with --run or remove this one"
             )
-
-    def tokenizer(self) -> Tokenizer:
-        """The run's own tokenizer. UserError if there is none yet."""
-        return load_tokenizer(self.tokenizer_file)
 
     def saved(self, which: Which = "last") -> Saved:
         """The newest whole checkpoint, the one with the lowest validation loss, or that of a step.
