@@ -20,7 +20,7 @@ import imece
 
 SRC = Path(__file__).parent.parent / "src"
 
-_BASE = {"errors", "listing", "system", "writing"}
+_BASE = {"errors", "listing", "reading", "system", "writing"}
 _RANKS = _BASE | {
     "layout",
     "buckets",
@@ -42,6 +42,7 @@ _TRAIN = _ENGINE | {"data", "models", "checkpoint", "membership", "observe"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
+    "reading": {"errors"},
     "writing": {"errors"},
     "moments": set(),
     "system": {"errors", "listing"},
@@ -65,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's
     "models": _BASE,
-    "observe": {"system", "writing"},
+    "observe": {"reading", "system", "writing"},
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint", "opening"},
     "train": _TRAIN | {"opening", "plan"},

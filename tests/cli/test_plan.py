@@ -708,7 +708,7 @@ def test_where_its_figures_cannot_be_kept(
         ),
         ("7B --gpus 8xH100 --hosts 100000 --global-batch 3", "cannot be divided by any arrangement"),
         ("7B --here --gpus \N{SUPERSCRIPT TWO}", "it is a number of ranks"),
-        ("/nowhere/7B --gpus 8xH100", "/nowhere/7B/config.json: cannot be read (No such file or directory)"),
+        ("/nowhere/7B --gpus 8xH100", "/nowhere/7B/config.json: no such file: name a config.json of a model"),
         pytest.param(f"7B --here --gpus {10**310}", "it is a number of ranks", id="many ranks"),
         pytest.param(f"7B --gpus 8xH100 --hosts {10**310}", "0 hosts: at least 1, and at most", id="hosts"),
         pytest.param(f"7B --gpus 8xH100 --seq {10**310}", "0: at least 1, and at most 1e+12", id="seq"),

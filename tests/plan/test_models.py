@@ -529,7 +529,7 @@ def test_a_file_that_is_none(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(UserError, match="get the file again"):
         find_model(str(path))
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="no such file"):
         find_model(str(tmp_path / "none.json"))
 
 

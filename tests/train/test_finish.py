@@ -18,7 +18,7 @@ from imece.footprint import Footprint
 from imece.models.shape import TransformerConfig
 from imece.models.transformer import Transformer
 from imece.train.config import MeshSection, TrainConfig
-from imece.train.finish import _prompt, _rows, _sample, next_commands
+from imece.train.finish import _prompt, _rows, _sample, is_finished, next_commands
 from imece.train.model.precision import Precision
 from imece.train.run.folder import RunFolder
 from tests.checkpoint.crew import crew, state_of
@@ -46,6 +46,21 @@ def test_what_is_kept_when_the_last_checkpoint_is_not(tmp_path: Path) -> None:
     (session.folder.checkpoints / "step-00000015").mkdir()
     said = "the checkpoint of step 10: once the disk takes files again, the command below goes on from there"
     assert next_commands(session, False) == [("kept", said), again]
+
+
+def test_a_run_is_finished_once_all_its_files_are_of_these_steps(tmp_path: Path) -> None:
+    session: Any = SimpleNamespace(folder=RunFolder(tmp_path), done=3, why_early="", is_over=True)
+    assert not is_finished(session)
+    for content, finished in (
+        ('{"steps": 3}', True), ('{"steps": 3, "ended": "early"}', False), ('{"steps": 2}', False),
+        ("{}", False), ('{"steps"', False), ("[3]", False), ("3", False), ("", False),
+    ):  # fmt: skip
+        (tmp_path / "summary.json").write_text(content)
+        (tmp_path / "report.html").write_text("")
+        assert is_finished(session) == finished, content
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "summary.json").write_text('{"steps": 3}')
+    assert not is_finished(session)
 
 
 def test_where_nothing_is_held_out_the_sample_begins_as_the_text_does() -> None:

@@ -14,7 +14,6 @@ from imece.checkpoint.manifest import (
     MANIFEST,
     MOST_BYTES,
     File,
-    Json,
     Kind,
     Manifest,
     decode,
@@ -28,6 +27,7 @@ from imece.checkpoint.manifest import (
     unseal,
 )
 from imece.checkpoint.states import as_json, from_json
+from imece.reading import Json
 from imece.writing import write_whole
 
 # Keys of a state: which text the metric was measured on, and how much of it.

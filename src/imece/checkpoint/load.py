@@ -20,7 +20,6 @@ from imece.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
     MOST_BYTES,
-    Json,
     Kind,
     Manifest,
     UnknownVersionError,
@@ -31,6 +30,7 @@ from imece.checkpoint.manifest import (
 from imece.checkpoint.parts import whole_and_parts
 from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
+from imece.reading import Json
 from imece.writing import NOT_ALLOWED
 
 _ADVICE = ": use an older checkpoint"

@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from imece.checkpoint.states import as_json, from_json
-
-Json = dict[str, Any]
+from imece.reading import Json
 
 FORMAT, VERSION = "imece checkpoint", 1
 MANIFEST = "manifest.json"

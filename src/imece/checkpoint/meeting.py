@@ -27,7 +27,8 @@ import threading
 import time
 from pathlib import Path
 
-from imece.checkpoint.manifest import Json, seal, unseal
+from imece.checkpoint.manifest import seal, unseal
+from imece.reading import Json
 from imece.writing import NO_SPACE, leftovers, write_whole
 
 _SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks at what others have written

@@ -20,12 +20,12 @@ import torch
 from imece import mesh as meshes
 from imece import moments
 from imece.checkpoint import commit, deal, files
-from imece.checkpoint.manifest import Json
 from imece.checkpoint.meeting import NotSavedError, Stop
 from imece.checkpoint.states import as_json, from_json
 from imece.checkpoint.writer import Content, Request, Writer, why_of
 from imece.errors import PeerLostError, UserError
 from imece.listing import kind_of
+from imece.reading import Json
 from imece.writing import try_folder
 
 _worlds = 0  # number of worlds that the mesh has had

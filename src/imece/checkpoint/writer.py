@@ -15,11 +15,12 @@ import torch
 
 from imece.checkpoint import commit, files
 from imece.checkpoint.commit import Part
-from imece.checkpoint.manifest import MANIFEST, File, Json, Kind, Piece, begins, file_name, header
+from imece.checkpoint.manifest import MANIFEST, File, Kind, Piece, begins, file_name, header
 from imece.checkpoint.meeting import Meeting, NotSavedError, Patience, Stop, TakenOverError
 from imece.checkpoint.room import Room
 from imece.errors import UserError
 from imece.listing import rank_words
+from imece.reading import Json
 from imece.writing import NO_SPACE, NOT_ALLOWED, TOO_LARGE, sync_folder
 
 # After this long, a folder that is neither partial nor in place counts as removed: file systems of several

@@ -9,6 +9,7 @@ last token of its own (`<|im_end|>`), with which the answer ends.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from imece.data.records import (
 from imece.data.tokenizer import CONFIG, Tokenizer, load_tokenizer, text_beside
 from imece.errors import UserError
 from imece.listing import kind_of, words_of
+from imece.reading import json_object
 
 TEMPLATE = "chat_template.jinja"
 _TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -89,7 +91,9 @@ def open_template(folder: Path) -> ChatTemplate:
 
 def find_template(folder: Path) -> ChatTemplate | None:
     """The same, or None. UserError if it cannot be read."""
-    said, path = _json_object(folder / CONFIG), folder / TEMPLATE
+    files = (folder / CONFIG, folder / "special_tokens_map.json")
+    said, special = (json_object(each, "") if os.path.exists(each) else {} for each in files)
+    path = folder / TEMPLATE
     source: object = text_beside(path)
     if source is None:
         path, source = folder / CONFIG, said.get("chat_template")
@@ -98,8 +102,8 @@ def find_template(folder: Path) -> ChatTemplate | None:
             source = named.get("default")
     if not isinstance(source, str):
         return None
-    every = _json_object(folder / "special_tokens_map.json") | said
-    tokens = ((name, each.get("content") if isinstance(each, dict) else each) for name, each in every.items())
+    every = (special | said).items()
+    tokens = ((name, each.get("content") if isinstance(each, dict) else each) for name, each in every)
     known = {name: each for name, each in tokens if name in _TOKENS and isinstance(each, str)}
     return ChatTemplate(source, known, path)
 
@@ -244,17 +248,6 @@ def _marked(text: str) -> Iterator[Span]:
 
 def _unmarked(text: str) -> str:
     return text.replace(_OPEN, "").replace(_CLOSE, "")
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """{} if the file is not there."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}): get the file again") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:

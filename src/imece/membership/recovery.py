@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -45,8 +44,7 @@ from imece.membership.needs import Needs
 from imece.membership.pieces import Pieces
 from imece.membership.roster import Generation
 from imece.membership.states import packed, unpacked
-
-Json = dict[str, Any]
+from imece.reading import Json
 
 _PATIENCE_S = 60.0  # for the launcher to see what this rank has seen
 _NEWS_S = 1.0

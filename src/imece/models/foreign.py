@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from imece.listing import some
 from imece.models.experts import cast_experts, experts_of
 from imece.models.stored import Piece, Shape, stored
-
-Json = dict[str, Any]
+from imece.reading import Json
 
 INNER = "inner."
 WITHOUT_LIMIT = 2**20  # positions of a model whose config.json names no limit

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +20,14 @@ from torch import Tensor
 from imece.errors import UserError
 from imece.listing import some
 from imece.models.foreign import ForeignConfig, NotInstalledError
-from imece.models.hugging_face_config import Json, OtherKindError, content_of, shape_from
+from imece.models.hugging_face_config import OtherKindError, content_of, shape_from
 from imece.models.language_model import LanguageConfig, outline
 from imece.models.shape import TransformerConfig
 from imece.models.stored import Piece, Shape
+from imece.reading import Json, json_object
 
 CONFIG = "config.json"
+INSTEAD = "name a folder of Hugging Face's format"  # if a file is not there
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # which tensor is in which file, for a model in several files
 # Files of a folder's tokenizer, and of how text is formatted for it.
@@ -214,7 +215,7 @@ class HuggingFaceModel:
 def read_config(path: Path) -> LanguageConfig:
     """What a config.json describes: a shape of ours, or else a model of transformers. UserError, with its
     name, if it is missing or describes another model."""
-    content = read_json(path)
+    content = json_object(path, INSTEAD)
     try:
         try:
             return shape_from(content)
@@ -345,14 +346,11 @@ def _place(path: Path, piece: Piece, begins: int, header: Json) -> _Place:
 def _read(place: _Place, start: int, out: Tensor) -> None:
     """Fill `out`, on the CPU and of the file's dtype, with the place's elements from `start` on. UserError if
     they cannot be read."""
-    left, at = out.view(torch.uint8).numpy().data, place.start + start * out.itemsize
     try:
-        with place.path.open("rb", buffering=0) as file:
-            while left:
-                got = os.preadv(file.fileno(), [left], at)
-                if not got:
-                    raise UserError(f"{place.path}: cannot be read (it ends too early): get it again")
-                left, at = left[got:], at + got
+        with place.path.open("rb") as file:
+            file.seek(place.start + start * out.itemsize)
+            if file.readinto(out.view(torch.uint8).numpy().data) < out.nbytes:
+                raise UserError(f"{place.path}: cannot be read (it ends too early): get it again")
     except OSError as error:
         raise UserError(f"{place.path}: cannot be read ({error.strerror}): get it again") from error
 
@@ -385,7 +383,7 @@ def _files(folder: Path) -> dict[str, Path]:
     """Tensor -> the file that holds it."""
     index = folder / INDEX
     if index.is_file():
-        where = read_json(index).get("weight_map")
+        where = json_object(index, INSTEAD).get("weight_map")
         if not isinstance(where, dict) or not all(_is_plain_name(name) for name in where.values()):
             raise UserError(f"{index}: damaged, no weight_map of file names: get the file again")
         return {key: folder / name for key, name in where.items()}
@@ -397,18 +395,3 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name
-
-
-def read_json(path: Path) -> Json:
-    """The JSON object in a file. UserError, with its name, if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file: name a folder of Hugging Face's format") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}): get the file again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: a JSON {type(content).__name__}, not an object: get the file again")
-    return content

@@ -14,8 +14,8 @@ import torch
 
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.models.transformer import INIT_STD
+from imece.reading import Json
 
-Json = dict[str, Any]
 _Switch = bool | str  # a str: the key that decides
 
 _MOST_LAYERS = 10_000  # config.json may not ask for more: every layer is built, if only in outline

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from imece.observe.metrics import read_metrics
+from imece.reading import Json, json_if_any
 from imece.writing import write_whole
 
-Json = dict[str, Any]
 ENDED = "ended"
 """The key of summary.json that says why a run ended early."""
 CHECKPOINT = "checkpoint"
@@ -38,13 +38,13 @@ class RunFiles:
     @classmethod
     def read(cls, path: Path) -> Self:
         """A missing or cut file counts as empty, and so does a summary after which the run went on. OSError
-        for a file that cannot be read."""
+        for a config or figures that cannot be read."""
         config = path / "config.toml"
         text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
-        records, summary = read_metrics(path), _json(path / "summary.json")
+        records, summary = read_metrics(path), json_if_any(path / "summary.json")
         if records and records[-1]["step"] > summary.get("steps", 0):
             summary = {}
-        return cls(path, records, text, _json(path / "environment.json"), summary)
+        return cls(path, records, text, json_if_any(path / "environment.json"), summary)
 
     @property
     def name(self) -> str:
@@ -106,11 +106,3 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     checkpoints are written."""
     with contextlib.suppress(OSError):
         write_whole(path, (json.dumps(content, indent=2) + "\n").encode(), durable=True)
-
-
-def _json(path: Path) -> Json:
-    try:
-        content = json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}

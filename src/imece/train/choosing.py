@@ -3,7 +3,6 @@ is fastest and fits."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from imece.plan.answer.auto import ORDER, Way, fitting
 from imece.plan.answer.space import RESERVE
 from imece.plan.check import PLAN_FILE
 from imece.plan.setup import Strategy
+from imece.reading import json_if_any
 from imece.train.batch import BatchPlan
 from imece.train.dividing import goes_with_stages
 from imece.train.prediction import Given, predict
@@ -100,7 +100,5 @@ def _room_bytes(given: Given) -> float:
 
 def chosen_before(folder: Path) -> str | None:
     """The strategy of the run that is under way in this folder."""
-    try:
-        return str(json.loads((folder / PLAN_FILE).read_bytes())["predicted"]["strategy"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    predicted = json_if_any(folder / PLAN_FILE).get("predicted")
+    return predicted.get("strategy") if isinstance(predicted, dict) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from imece.observe.loss_plot import write_loss_plot
 from imece.observe.report import write_report
 from imece.observe.run_files import BY_SOURCE, CHECKPOINT, ENDED, as_argument, write_json
 from imece.observe.units import duration, si
+from imece.reading import json_if_any
 from imece.train.loop import Loop
 from imece.train.model.origin import trained_model
 from imece.train.prediction import compared, keep, measured
@@ -73,14 +73,12 @@ def _keep_plan(session: Session, counted: Footprint) -> str:
 
 def is_finished(session: Session) -> bool:
     """Whether all files that `finish` makes for these steps exist: it may have been killed on the way."""
-    path = session.folder.path
-    try:
-        summary = json.loads((path / "summary.json").read_bytes())
-        made_from, ended = summary["steps"], summary.get(ENDED, "")
-        in_order = (path / "report.html").stat().st_mtime >= (path / "summary.json").stat().st_mtime
-    except (OSError, ValueError, KeyError):
-        return False
-    return in_order and session.is_over and ended == session.why_early and made_from == session.done
+    report, summary = session.folder.path / "report.html", session.folder.path / "summary.json"
+    said = json_if_any(summary)
+    same = (said.get("steps"), said.get(ENDED, "")) == (session.done, session.why_early)
+    with contextlib.suppress(OSError):
+        return same and session.is_over and report.stat().st_mtime >= summary.stat().st_mtime
+    return False
 
 
 def next_commands(session: Session, saved: bool, usable: bool = True) -> list[tuple[str, str]]:

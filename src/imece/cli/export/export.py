@@ -30,16 +30,17 @@ from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.hugging_face import (
     CONFIG,
+    INSTEAD,
     TOKENIZER_FILES,
     generation_config,
     hugging_face_shapes,
-    read_json,
     to_hugging_face,
     tokenizer_config,
 )
 from imece.models.hugging_face_files import write_weights
 from imece.observe.run_files import as_argument
 from imece.observe.units import gigabytes, megabytes, si
+from imece.reading import json_object
 from imece.train.model.origin import Weights, tokenizer_of, weights_of
 from imece.train.run.folder import Which, check_which, find_run
 from imece.writing import lock as lock_file
@@ -128,7 +129,7 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_
     """
     shape, tokenizer, origin = weights.config, tokenizer_of(weights), weights.home.origin
     stored = ((name.removeprefix(MODEL), weights.tensor(name)) for name in weights.names())
-    began = read_json(origin / CONFIG) if (origin / CONFIG).exists() else {}
+    began = json_object(origin / CONFIG, INSTEAD) if (origin / CONFIG).exists() else {}
     config, tensors = to_hugging_face(
         shape, stored, dtype=dtype, end=tokenizer.end, like=began.get("model_type")
     )
@@ -140,7 +141,7 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: torch.dtype, most_
         _write_json(folder / CONFIG, _stopping(config | ids, ends))
         for name, path in kept.items():
             shutil.copyfile(path, folder / name)
-        said = read_json(kept[GENERATION_CONFIG]) if GENERATION_CONFIG in kept else {}
+        said = json_object(kept[GENERATION_CONFIG], INSTEAD) if GENERATION_CONFIG in kept else {}
         if said and (all_of_it := _stopping(said, ends)) != said:
             _write_json(folder / GENERATION_CONFIG, all_of_it)
         return shape.parameter_count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_MOST = 10**12  # of layers, channels, heads and so on
 WINDOW = "sliding_window"
 POSITIONS = "max_position_embeddings"
 # Into these is translated what is unlike Llama's (mixtures.py).
@@ -20,6 +21,6 @@ def one_of(content: Mapping[str, Any], *names: str) -> Any:
 def number(content: Mapping[str, Any], key: str, usual: int = 0) -> int:
     """The whole number, `usual` if absent or null. ValueError for anything else."""
     value = usual if content.get(key) is None else content[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{key} is {value!r}, not a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
+        raise ValueError(f"{key} is {value!r}, not a whole number below {_MOST:.0e}")
     return value

@@ -7,7 +7,6 @@ refused.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,12 +21,13 @@ from imece.plan.models.fields import (
     ROUTING,
     SHARED_WIDTH,
     WINDOW,
+    number,
     one_of,
 )
 from imece.plan.models.model import Latent, Model
+from imece.reading import json_object
 
 CONFIG = "config.json"
-_MOST = 10**12  # of layers, channels, heads and so on
 _ENCODERS = (
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
     "modernbert", "mpnet", "roberta", "xlm-roberta",
@@ -39,14 +39,7 @@ _OTHER_HEAD = re.compile(r".*For(Sequence|Token|Image)\w*|.*For\w*(Classificatio
 
 def read_config(path: Path) -> Model:
     """The model in the file. UserError if it cannot be read, is another kind of model, or lacks fields."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): name a {CONFIG} of a model") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}): get the file again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: a JSON {type(content).__name__}, not an object: get the file again")
+    content = json_object(path, f"name a {CONFIG} of a model")
     name = path.absolute().parent.name if path.stem == "config" else path.stem
     return from_content(content, str(path), name)
 
@@ -91,51 +84,60 @@ def from_content(content: Mapping[str, Any], where: str, name: str) -> Model:
     missing = [each for each in needed if content.get(each) is None]
     if missing:
         raise UserError(f"{where}: without {', '.join(missing)}, which a {kind} model needs: complete it")
-    numbers = {each: _whole(content, each, where) for each in needed}
-    if family.experts and not numbers[family.experts]:
-        raise UserError(f"{where}: {family.experts} is 0, and a {kind} model has experts: at least 1")
-    width, heads = numbers[family.width], numbers[family.heads]
-    window = _whole(content, WINDOW, where, 0)
-    asks = functools.partial(_asked, content, where)
     try:
-        model = Model(
-            name,
-            numbers[family.layers],
-            width,
-            heads,
-            kv_heads=_whole(content, "num_key_value_heads", where, heads),
-            head_width=_whole(content, "head_dim", where, width // max(1, heads)),
-            mlp_width=_whole(content, family.mlp_width, where, 4 * width),
-            gated=family.gated,
-            vocab_size=numbers["vocab_size"],
-            tied_head=_either(content, "tie_word_embeddings", where, family.tied),
-            learned_positions=numbers[family.positions] if family.positions else 0,
-            biases=asks(family.mlp_biases),
-            norm=family.norm,
-            experts=numbers[family.experts] if family.experts else 0,
-            active_experts=numbers[family.active] if family.experts else 0,
-            shared_width=_whole(content, SHARED_WIDTH, where, 0),
-            routing=_whole(content, ROUTING, where, 0),
-            dense_layers=_whole(content, DENSE_LAYERS, where, 0),
-            dense_width=numbers[family.dense_width] if content.get(DENSE_LAYERS) else 0,
-            latent=Latent(**content[LATENT]) if LATENT in content else None,
-            window=window,
-            windowed=_windowed(content, family, numbers[family.layers], where) if window else 0.0,
-            norms=1 if asks(family.one_norm) else family.norms,
-            fused_queries=family.fused_queries,
-            fused_gate=family.fused_gate,
-            head_norms=asks(family.head_norms) or asks(family.own_head_norms),
-            made_for=_whole(content, POSITIONS, where, 0),
-            ours=family.ours and _is_plain(content),
-        )
-        return model.with_vectors(_vectors(model, family, asks), _others(model, family))
+        return _shape(content, family, name)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"{where}: {error}: get the file again") from error
 
 
-def _asked(content: Mapping[str, Any], where: str, switch: Switch) -> bool:
-    """Whether the family has a feature, or the file asks for it. UserError as from `_either`."""
-    return switch if isinstance(switch, bool) else _either(content, switch, where, False)
+def _shape(content: Mapping[str, Any], family: Family, name: str) -> Model:
+    """The model of a content that has all fields that the family needs."""
+    of, asks = functools.partial(number, content), functools.partial(_asked, content)
+    layers, width, heads = of(family.layers), of(family.width), of(family.heads)
+    if family.experts and not of(family.experts):
+        raise ValueError(
+            f"{family.experts} is 0, and a {content['model_type']} model has experts: at least 1"
+        )
+    window = of(WINDOW)
+    model = Model(
+        name,
+        layers,
+        width,
+        heads,
+        kv_heads=of("num_key_value_heads", heads),
+        head_width=of("head_dim", width // max(1, heads)),
+        mlp_width=of(family.mlp_width, 4 * width),
+        gated=family.gated,
+        vocab_size=of("vocab_size"),
+        tied_head=asks("tie_word_embeddings", family.tied),
+        learned_positions=of(family.positions) if family.positions else 0,
+        biases=asks(family.mlp_biases),
+        norm=family.norm,
+        experts=of(family.experts) if family.experts else 0,
+        active_experts=of(family.active) if family.experts else 0,
+        shared_width=of(SHARED_WIDTH),
+        routing=of(ROUTING),
+        dense_layers=of(DENSE_LAYERS),
+        dense_width=of(family.dense_width) if content.get(DENSE_LAYERS) else 0,
+        latent=Latent(**content[LATENT]) if LATENT in content else None,
+        window=window,
+        windowed=_windowed(content, family, layers) if window else 0.0,
+        norms=1 if asks(family.one_norm) else family.norms,
+        fused_queries=family.fused_queries,
+        fused_gate=family.fused_gate,
+        head_norms=asks(family.head_norms) or asks(family.own_head_norms),
+        made_for=of(POSITIONS),
+        ours=family.ours and _is_plain(content),
+    )
+    return model.with_vectors(_vectors(model, family, asks), _others(model, family))
+
+
+def _asked(content: Mapping[str, Any], switch: Switch, usual: bool = False) -> bool:
+    """Whether the family has a feature, or the file asks for it; `usual` if that does not say. ValueError."""
+    value = content.get(switch) if isinstance(switch, str) else switch
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{switch} is {value!r}, not true or false")
+    return usual if value is None else value
 
 
 def _vectors(model: Model, family: Family, asks: Callable[[Switch], bool]) -> int:
@@ -208,29 +210,13 @@ def _is_plain(content: Mapping[str, Any]) -> bool:
     return kind in ("default", "llama3") and content.get("hidden_act", "silu") == "silu"
 
 
-def _windowed(content: Mapping[str, Any], family: Family, layers: int, where: str) -> float:
+def _windowed(content: Mapping[str, Any], family: Family, layers: int) -> float:
     """The part of the layers that have the file's sliding window."""
     types = content.get("layer_types")
     if isinstance(types, list) and types:
         return types.count("sliding_attention") / len(types)
     if content["model_type"] not in ASKED:
-        every = _whole(content, "sliding_window_pattern", where, family.full_every)
+        every = number(content, "sliding_window_pattern", family.full_every)
         return (layers - layers // every) / layers if every else 1.0
-    first = _whole(content, "max_window_layers", where, 28)  # layers without one
-    return max(0, layers - first) / layers if _either(content, "use_sliding_window", where, False) else 0.0
-
-
-def _whole(content: Mapping[str, Any], key: str, where: str, usual: int = 0) -> int:
-    """The file's whole number; `usual` if absent or null. UserError."""
-    value = usual if content.get(key) is None else content[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
-        raise UserError(f"{where}: {key} is {value!r}, not a whole number below {_MOST:.0e}")
-    return value
-
-
-def _either(content: Mapping[str, Any], key: str, where: str, usual: bool) -> bool:
-    """The same for true and false."""
-    value = usual if content.get(key) is None else content[key]
-    if not isinstance(value, bool):
-        raise UserError(f"{where}: {key} is {value!r}, not true or false")
-    return value
+    first = number(content, "max_window_layers", 28)  # layers without one
+    return max(0, layers - first) / layers if _asked(content, "use_sliding_window") else 0.0

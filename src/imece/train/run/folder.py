@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import stat
@@ -29,6 +28,7 @@ from imece.models.language_model import LanguageConfig
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.observe.environment import version
 from imece.observe.metrics import FILE as FIGURES
+from imece.reading import json_if_any
 from imece.observe.metrics import read_metrics
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
@@ -104,12 +104,10 @@ class RunFolder:
 
     def _of_another_version(self) -> str:
         """What a message about this run adds where another version of imece has written it, else ""."""
-        with suppress(OSError, ValueError):
-            written = json.loads((self.path / "environment.json").read_bytes())
-            theirs = written.get("imece") if isinstance(written, dict) else None
-            if theirs not in (None, ours := version("imece")):
-                return f" (imece {theirs} has written this run, and this is {ours}: take that one)"
-        return ""
+        theirs, ours = json_if_any(self.path / "environment.json").get("imece"), version("imece")
+        if theirs in (None, ours):
+            return ""
+        return f" (imece {theirs} has written this run, and this is {ours}: take that one)"
 
     def begin(self, config: TrainConfig, lock: RunLock | None = None) -> bytes | None:
         """Make the folder, or go on with the run in it. From then on `config` is its config, with absolute
