@@ -20,7 +20,7 @@ import imece
 
 SRC = Path(__file__).parent.parent / "src"
 
-_BASE = {"errors", "listing", "reading", "system", "writing"}
+_BASE = {"errors", "listing", "reading", "saying", "system", "writing"}
 _RANKS = _BASE | {
     "layout",
     "buckets",
@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "listing": set(),
     "reading": {"errors"},
+    "saying": set(),
     "writing": {"errors"},
     "moments": set(),
     "system": {"errors", "listing"},
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"collectives", "model_parallel", "plan.answer.auto", "plan.setup"},  # for strategy="auto"
     "data": _BASE | {"mesh"},  # of ranks it knows two numbers: arguments, or by default the mesh's
     "models": _BASE,
-    "observe": {"reading", "system", "writing"},
+    "observe": {"reading", "saying", "system", "writing"},
     "checkpoint": _ENGINE,
     "membership": _ENGINE | {"checkpoint", "opening"},
     "train": _TRAIN | {"opening", "plan"},

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from imece.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, UserError
 from imece.listing import some
+from imece.saying import say
 from imece.store import read_note
 
 if TYPE_CHECKING:  # a launcher does not wait for torch before it starts ranks
@@ -121,7 +122,7 @@ def tell_failures(store: Callable[[], dist.Store], member: int) -> Callable[[], 
                 store().set(_key(member, "failure"), json.dumps(asdict(failure)))
         except (OSError, RuntimeError, ValueError) as gone:  # the launcher ended first, or is not where
             # the environment says; the traceback is all there is
-            print(f"imece: member {member} cannot report its failure: {gone}", file=sys.stderr)
+            say(f"member {member} cannot report its failure: {gone}")
         error.__traceback__ = traceback_to_show(error, failure, trace)
         before(kind, error, error.__traceback__)
 

@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ import psutil
 from imece.errors import NotMetError, PeerLostError, UserError
 from imece.launchers import derived_port
 from imece.listing import rank_words
+from imece.saying import say
 from imece.system.open_files import allow_open_files
 from imece.world import AGENT_PORT, LOOPBACK, World
 
@@ -293,11 +293,11 @@ class _Patience:
             return
         self._pause_s *= 2
         self._say_at = time.monotonic() + self._pause_s
-        line = f"imece: rank {self._rank} of {self._world_size} waits for {whom}"
+        line = f"rank {self._rank} of {self._world_size} waits for {whom}"
         if self._timeout_s < timedelta.max.total_seconds():  # which a rank that joins has
             line += f"; it gives up in {max(0, self.left_s):.0f} s"
         with contextlib.suppress(OSError):  # nobody reads it
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
 
 def root_store(store: dist.Store) -> dist.Store:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from imece.checkpoint.commit import METRIC_ON
 from imece.cli.options import check_named, parse
-from imece.cli.trained import best_device, say
+from imece.cli.trained import best_device
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
 from imece.data.corpus import Source
@@ -34,6 +34,7 @@ from imece.errors import UserError
 from imece.listing import many
 from imece.models.language_model import LanguageConfig
 from imece.observe.units import megabytes, si
+from imece.saying import say
 from imece.train.config import DataSection, Dtype, TrainConfig, also, defaults
 from imece.train.evaluate import Nats, evaluate, summed
 from imece.train.model.origin import Weights, model_of, open_weights, sequence_length, tokenizer_of

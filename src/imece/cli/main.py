@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from imece import __version__
 from imece.errors import UserError
+from imece.saying import say
 
 COMMANDS = {
     "train": "train a language model on text, or go on with a run",
@@ -72,11 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _refuse(NO_TEMPORARY)
         if not _output_fails():
             raise
-        said = f"standard output cannot be written ({error.strerror}): make room, or send it elsewhere"
-        print(f"imece: {said}", file=sys.stderr)
+        say(f"standard output cannot be written ({error.strerror}): make room, or send it elsewhere")
         return 1
     except KeyboardInterrupt as interrupted:
-        print(f"imece: {str(interrupted) or 'interrupted'}", file=sys.stderr)
+        say(str(interrupted) or "interrupted")
         return 130
 
 
@@ -84,7 +84,7 @@ def _refuse(mistake: object) -> int:
     """Print the mistake in one line and return the exit status."""
     from imece.cli.options import one_line
 
-    print(f"imece: {one_line(str(mistake))}", file=sys.stderr)
+    say(one_line(str(mistake)))
     return 2
 
 

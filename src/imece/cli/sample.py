@@ -13,13 +13,14 @@ import torch
 import tyro
 
 from imece.cli.options import parse
-from imece.cli.trained import best_device, say
+from imece.cli.trained import best_device
 from imece.data.chats import Chats, find_template
 from imece.data.prepare import TextSource
 from imece.data.tokenizer import Tokenizer
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible
+from imece.saying import say
 from imece.train.model.origin import Weights, model_of, open_weights, tokenizer_of
 from imece.train.run.folder import Which, check_which
 

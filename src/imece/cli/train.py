@@ -23,6 +23,7 @@ from imece.launch.local import launch
 from imece.listing import many
 from imece.observe.report import catch_up
 from imece.observe.run_files import as_argument
+from imece.saying import say
 from imece.train.config import TrainConfig, defaults
 from imece.train.config_file import read_toml, to_toml
 from imece.train.loop import NotFiniteError
@@ -80,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
                 folder.take_back(config, made)
         if status - 128 in SIGNALS and all_steps(folder.checkpoints)[-1:] == before:  # no rank says it
             again = f"imece train --run {as_argument(folder.path)}"
-            print(f"imece: no step was saved; go on with: {again}", file=sys.stderr)
+            say(f"no step was saved; go on with: {again}")
         return status
 
 
@@ -185,7 +186,7 @@ def run_as_rank(argv: Sequence[str], stop: Stop) -> int:
     try:
         return run_rank(read_config(list(argv)), stop)
     except (NotFiniteError, DriftError) as error:
-        print(f"imece: {error}", file=sys.stderr)
+        say(str(error))
         return 1
 
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
-
-
-def say(line: str) -> None:
-    """Print on stderr: stdout is for the result."""
-    print(f"imece: {line}", file=sys.stderr, flush=True)
 
 
 def best_device() -> torch.device:

@@ -8,7 +8,6 @@ Any other process ends here.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Mapping
 
@@ -16,6 +15,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from imece import mesh as meshes
 from imece.membership import aborting
+from imece.saying import say
 
 _LOOK_S = 1.0
 
@@ -33,11 +33,7 @@ def error_on_gpus() -> str:
 
 def end_process(error: str) -> None:
     """End at once: the thread that could end in order is waiting for the GPU."""
-    print(
-        f"imece: a call on GPUs failed in NCCL, or took longer than its timeout ({error}): this rank ends",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"a call on GPUs failed in NCCL, or took longer than its timeout ({error}): this rank ends")
     os._exit(1)
 
 

@@ -3,7 +3,6 @@ that beforehand."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from imece.data_parallel.optimizer import parameters_of
+from imece.saying import say
 
 
 class KeptGradients:
@@ -34,11 +34,9 @@ class KeptGradients:
         held = chain(self._model.parameters(), *map(parameters_of, self._optimizers))
         if any(each.grad is not None for each in held):
             self._said = True
-            print(
-                f"imece: step {step} has kept its gradients and made no update: they are lost when a rank "
-                "dies or joins; to accumulate them, do all of it inside of one `with step:`",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"step {step} has kept its gradients and made no update: they are lost when a rank dies or "
+                "joins; to accumulate them, do all of it inside of one `with step:`"
             )
         return False
 

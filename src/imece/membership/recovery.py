@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ from imece.membership.pieces import Pieces
 from imece.membership.roster import Generation
 from imece.membership.states import packed, unpacked
 from imece.reading import Json
+from imece.saying import say
 
 _PATIENCE_S = 60.0  # for the launcher to see what this rank has seen
 _NEWS_S = 1.0
@@ -379,7 +379,7 @@ class Recovery:
         if not self.without_copies:
             why = self._copies.hand_over(step, leaving, self._model.device)
             if why and mesh.rank == 0:
-                print(f"imece: what leaving ranks hold cannot be taken over: {why}", file=sys.stderr)
+                say(f"what leaving ranks hold cannot be taken over: {why}")
         with contextlib.suppress(CollectiveError):  # some have passed it, and have ended already
             ops.barrier(group=mesh.world_group)
         if mesh.rank in leaving:

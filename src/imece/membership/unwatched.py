@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 
 from imece.data_parallel.other_models import wrapped_beside
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.mesh import Mesh
+from imece.saying import say
 
 _NAMES = {"slurm": "srun", "openmpi": "Open MPI", "mpich": "MPICH"}
 _said = False
@@ -21,16 +21,14 @@ def say_unwatched(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> None:
         return
     _said = True
     if mesh.world.member is not None:
-        print(
-            "imece: a mesh with axes of its own cannot change its ranks: one that dies ends all, which start "
-            "again under imece train, or imece launch --max-restarts N",
-            file=sys.stderr,
-            flush=True,
+        say(
+            "a mesh with axes of its own cannot change its ranks: one that dies ends all, which start again "
+            "under imece train, or imece launch --max-restarts N"
         )
         return
     instead = "; imece launch would replace it" if len(mesh.hosts) == 1 else ""
     by = _NAMES.get(mesh.world.launcher) or _by(environ)
-    print(f"imece: started by {by}: a rank that dies ends the run{instead}", file=sys.stderr, flush=True)
+    say(f"started by {by}: a rank that dies ends the run{instead}")
 
 
 def say_not_carried(mesh: Mesh, model: DistributedDataParallel) -> None:
@@ -38,11 +36,9 @@ def say_not_carried(mesh: Mesh, model: DistributedDataParallel) -> None:
     if mesh.rank != 0 or mesh.world_size == 1 or not (others := wrapped_beside(model)):
         return
     kinds = " and ".join(f"the {type(each.module).__name__}" for each in others)
-    print(
-        f"imece: imece.steps carries one wrapped model over a death, and {kinds} wrapped beside it is not: a "
-        "rank that dies ends all. Make one nn.Module of them, and wrap that",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"imece.steps carries one wrapped model over a death, and {kinds} wrapped beside it is not: a rank "
+        "that dies ends all. Make one nn.Module of them, and wrap that"
     )
 
 

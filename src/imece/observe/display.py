@@ -18,6 +18,7 @@ from rich.text import Text
 
 from imece.observe.progress import Progress
 from imece.observe.visible import visible
+from imece.saying import say
 
 _DRAW_S = 0.125  # between two drawings of the line on a terminal
 _PLAIN_S = 10.0  # between two plain lines, unless a tenth of the run lies between them
@@ -178,8 +179,7 @@ class Display:
             if not self._told:
                 self._told = True
                 with contextlib.suppress(OSError):
-                    said = f"standard output cannot be written ({error.strerror}): training goes on"
-                    print(f"imece: {said}", file=sys.stderr, flush=True)
+                    say(f"standard output cannot be written ({error.strerror}): training goes on")
 
 
 def _indent(rows: Sequence[tuple[str, str]]) -> int:

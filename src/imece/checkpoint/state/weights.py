@@ -6,7 +6,6 @@ held    what a rank has of a tensor: all of it, or the part that it owns
 from __future__ import annotations
 
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from imece.collectives.texts import gather_texts, of_ranks
 from imece.data_parallel.replicate import DistributedDataParallel
 from imece.errors import UserError
 from imece.listing import some
+from imece.saying import say
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, source: Path | str | Saved, *, strict: bool =
     _check_same(model, saved)
     if not isinstance(model, DistributedDataParallel) or model.process_group.rank() == 0:
         for line in damaged:
-            print(f"imece: damaged, so an older checkpoint is used: {line}", file=sys.stderr, flush=True)
+            say(f"damaged, so an older checkpoint is used: {line}")
     if strict:
         expected.check(model, Digests(model), saved.folder)
     on_all(model, lambda: fill(model, as_part(saved, model)))

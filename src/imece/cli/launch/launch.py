@@ -18,6 +18,7 @@ from imece.collectives.choice import check_forced
 from imece.errors import UserError
 from imece.launch.local import launch
 from imece.launch.view import Watched
+from imece.saying import say
 from imece.system.open_files import HOST_0, LAUNCH, OTHER_HOST, check_open_files
 from imece.world import BACKEND, BACKENDS, SCHEDULE
 
@@ -86,7 +87,7 @@ def read(
         raise UserError(f"there is no script to run: {prog} --ranks {options.ranks} script.py")
     words = _program(command, options)
     for why, names in needless.items():  # after all refusals, which must be the only line
-        print(f"imece: {', '.join(names)}: not needed, {why}", file=sys.stderr)
+        say(f"{', '.join(names)}: not needed, {why}")
     return options, command, words
 
 

@@ -16,6 +16,7 @@ from imece.cli.options import parse
 from imece.errors import UserError
 from imece.launch import slurm
 from imece.launchers import in_job_step
+from imece.saying import say
 from imece.writing import asked_for, write_whole
 
 PROG = "imece launch --slurm"
@@ -175,7 +176,7 @@ def finished(status: int) -> None:
             Path(os.environ[slurm.FINISHED]).touch()
         except OSError as error:
             why = f"{error.strerror}: SLURM may start the job again, though it has finished"
-            print(f"imece: cannot write {os.environ[slurm.FINISHED]!r} ({why})", file=sys.stderr)
+            say(f"cannot write {os.environ[slurm.FINISHED]!r} ({why})")
 
 
 def _task(wanted: Wanted, own: Sequence[str], script: Sequence[str]) -> list[str]:
@@ -211,7 +212,7 @@ def _batch(wanted: Wanted, command: Sequence[str], script: Sequence[str]) -> Non
     if options.submit:
         print(slurm.submit(text, None if options.sbatch is None else str(options.sbatch)))
     elif options.sbatch is not None:
-        print(f"imece: submit it with: sbatch {slurm.quoted(str(options.sbatch))}", file=sys.stderr)
+        say(f"submit it with: sbatch {slurm.quoted(str(options.sbatch))}")
     else:
         print(text, end="")
 

@@ -36,6 +36,7 @@ from imece.plan.here import kept_cluster
 from imece.plan.models.by_name import find_model
 from imece.plan.presets import describes_gpu, find_cluster, gpu_names, gpus_of_a_host, parse_gpus
 from imece.plan.setup import Precision
+from imece.saying import say
 
 PROG = "imece plan"
 DESCRIPTION = (
@@ -204,7 +205,7 @@ def _nothing_fits(options: PlanOptions, answer: Answer) -> int:
         for note in too_long(question):
             print("\n".join(wrapped("note", note, width())))
     if options.plot is not None:
-        print(f"imece: nothing fits, so nothing is drawn: {options.plot} is not written", file=sys.stderr)
+        say(f"nothing fits, so nothing is drawn: {options.plot} is not written")
     if options.html is not None:
         from imece.cli.plan.page import write_shortfall
 

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ from imece.models.language_model import LanguageConfig
 from imece.models.shape import RopeScaling, TransformerConfig
 from imece.observe.environment import version
 from imece.observe.metrics import FILE as FIGURES
-from imece.reading import json_if_any
 from imece.observe.metrics import read_metrics
+from imece.reading import json_if_any
+from imece.saying import say
 from imece.train.config import TrainConfig
 from imece.train.config_file import read_toml, to_toml
 from imece.train.run.lock import FILE, RunLock
@@ -293,7 +293,7 @@ class RunFolder:
             why = f": {damaged[0]}" if damaged else " yet: train first"
             raise UserError(f"{self.path} has no checkpoint that can be read{why}")
         for line in dict.fromkeys(damaged):
-            print(f"imece: damaged, so another checkpoint is used: {line}", file=sys.stderr, flush=True)
+            say(f"damaged, so another checkpoint is used: {line}")
         return found
 
 
