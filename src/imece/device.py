@@ -123,6 +123,11 @@ def usable_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def best_device() -> torch.device:
+    """A GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def home_among(group: dist.ProcessGroup) -> torch.device:
     """Where to put a model that has no memory yet, if only its ranks are known: on this rank's GPU if there
     is one and the group has a backend for GPUs. A group on Gloo alone counts as one of CPUs, though Gloo

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from imece.checkpoint.commit import METRIC_ON
 from imece.cli.options import check_named, parse
-from imece.cli.trained import best_device
 from imece.data.baselines import baselines, counted_in
 from imece.data.build import build
 from imece.data.corpus import Source
@@ -30,6 +29,7 @@ from imece.data.sources import sources
 from imece.data.tokenizer import Tokenizer
 from imece.data.tokens import Part, TokenFiles, open_tokens
 from imece.data.whole_windows import WholeWindows
+from imece.device import best_device
 from imece.errors import UserError
 from imece.listing import many
 from imece.models.language_model import LanguageConfig

@@ -13,10 +13,10 @@ import torch
 import tyro
 
 from imece.cli.options import parse
-from imece.cli.trained import best_device
 from imece.data.chats import Chats, find_template
 from imece.data.prepare import TextSource
 from imece.data.tokenizer import Tokenizer
+from imece.device import best_device
 from imece.errors import UserError
 from imece.models.generate import LogitsError, generate
 from imece.observe.visible import visible

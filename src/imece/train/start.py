@@ -16,7 +16,7 @@ from imece.collectives.texts import gather_texts
 from imece.data.prepare import Prepared, TextSource, prepare
 from imece.data_parallel.sharding.offload import check_strategy
 from imece.data_parallel.strategy import find_strategy
-from imece.device import usable_gpus
+from imece.device import best_device, usable_gpus
 from imece.errors import UserError
 from imece.launchers import read_world
 from imece.membership.recovery import Recovered
@@ -55,7 +55,7 @@ def make_ready(config: TrainConfig, progress: Progress | None, lock: RunLock) ->
     """
     ranks = config.ranks or default_ranks()
     check_open_files(ranks, TRAIN)
-    kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = best_device()
     choose_precision(config.compute.dtype, kind)
     _check_strategy(config.strategy)
     _check_offload(config, kind)
