@@ -100,7 +100,7 @@ class Batches:
         self.turns = Turns(weights)
         self.wholes = [WholeWindows(each, seq) for each in part.sources if each.learned is not None]
         """The windows of records, by source."""
-        self._windows: list[Windows] = [_Records(whole) for whole in self.wholes] or [
+        self._windows: list[Windows] = [*self.wholes] or [
             _Stream(each, seq, seed, source) for source, each in enumerate(part.sources)
         ]
         self._shuffles = [OrderedDict[int, npt.NDArray[np.int64]]() for _ in part.sources]
@@ -221,25 +221,6 @@ def inputs_and_targets(rows: Tokens, counts: npt.NDArray[np.bool_] | None) -> tu
     """(inputs, targets), each [n, seq], of rows [n, seq + 1]; targets that do not count are IGNORE."""
     targets = rows[:, 1:]
     return rows[:, :-1], targets if counts is None else np.where(counts[:, 1:], targets, IGNORE)
-
-
-class _Records:
-    """Whole records; each stretch is an epoch."""
-
-    def __init__(self, whole: WholeWindows) -> None:
-        self._whole, self.per_stretch, self.per_epoch = whole, len(whole), Fraction(len(whole))
-
-    def documents(self, window: int) -> list[int]:
-        return self._whole.documents(window % len(self._whole))
-
-    def read(self, windows: Sequence[int]) -> tuple[Tokens, npt.NDArray[np.bool_] | None]:
-        return self._whole.read([window % len(self._whole) for window in windows])
-
-    def begins(self, windows: Sequence[int]) -> Tokens:
-        return self._whole.begins([window % len(self._whole) for window in windows])
-
-    def learned(self, windows: Sequence[int]) -> int:
-        return self._whole.learned([window % len(self._whole) for window in windows])
 
 
 class _Stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +37,14 @@ class WholeWindows:
                 f"tokens, the shortest has {lengths.min():,}: --model.max-seq {lengths.min() - 1} or more"
             )
         self._records = _packed(lengths, fitting[np.argsort(-lengths[fitting], kind="stable")], seq + 1)
+        self.per_stretch, self.per_epoch = len(self), Fraction(len(self))
 
     def __len__(self) -> int:
         return len(self._records)
 
     def documents(self, window: int) -> list[int]:
-        """The records in a window: indices into the part."""
-        return self._records[window]
+        """The records in a window, which each stretch has again: indices into the part."""
+        return self._records[window % len(self)]
 
     def learned(self, windows: Sequence[int]) -> int:
         """The targets of these windows that count."""
