@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
@@ -20,11 +19,6 @@ PARTIAL, OLD = ".partial", ".old"
 _FOLDER = re.compile(r"step-(\d{8,})(\.old)?")
 _LEFTOVER = re.compile(r"step-\d{8,}(\..*)?\.partial")
 _CHUNK = 4 << 20  # bytes between two checks of whether to go on
-
-
-def on_stderr(line: str) -> None:
-    """Where lines about checkpoints go unless the caller says otherwise."""
-    print(f"imece: {line}", file=sys.stderr, flush=True)
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -31,6 +31,7 @@ from imece.checkpoint.parts import whole_and_parts
 from imece.errors import UserError
 from imece.model_parallel.divided import places_in_parts
 from imece.reading import Json
+from imece.saying import say
 from imece.writing import NOT_ALLOWED
 
 _ADVICE = ": use an older checkpoint"
@@ -252,7 +253,7 @@ def open_checkpoint(folder: Path | str, *, verify: bool = True) -> Saved:
     return saved
 
 
-def newest(folder: Path | str, damaged: Callable[[str], None] = files.on_stderr) -> Saved | None:
+def newest(folder: Path | str, damaged: Callable[[str], None] = say) -> Saved | None:
     """The newest checkpoint that is undamaged to the last byte; None if there is none, or no such folder.
 
     damaged: called with one line for each newer one that is damaged. UserError if the folder cannot be read.
@@ -260,7 +261,7 @@ def newest(folder: Path | str, damaged: Callable[[str], None] = files.on_stderr)
     return first_whole(lambda: [path for _, path in files.step_folders(Path(folder))], damaged)
 
 
-def best(folder: Path | str, damaged: Callable[[str], None] = files.on_stderr) -> Saved | None:
+def best(folder: Path | str, damaged: Callable[[str], None] = say) -> Saved | None:
     """The undamaged checkpoint with the lowest metric; None if none has one, or if there is no such folder.
 
     damaged: called with one line for each damaged one whose metric is lower or cannot be read. UserError if

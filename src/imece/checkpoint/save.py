@@ -19,13 +19,14 @@ import torch
 
 from imece import mesh as meshes
 from imece import moments
-from imece.checkpoint import commit, deal, files
+from imece.checkpoint import commit, deal
 from imece.checkpoint.meeting import NotSavedError, Stop
 from imece.checkpoint.states import as_json, from_json
 from imece.checkpoint.writer import Content, Request, Writer, why_of
 from imece.errors import PeerLostError, UserError
 from imece.listing import kind_of
 from imece.reading import Json
+from imece.saying import say
 from imece.writing import try_folder
 
 _worlds = 0  # number of worlds that the mesh has had
@@ -59,7 +60,7 @@ class Checkpoints:
         rank: int | None = None,
         world_size: int | None = None,
         keep: int = 2,
-        alarm: Callable[[str], None] = files.on_stderr,
+        alarm: Callable[[str], None] = say,
         limit_s: float = 300.0,
     ) -> None:
         """keep: how many of the newest stay, fewer if the disk has no room for one more; the one with the
