@@ -29,13 +29,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Whatever takes long to import and is used by ranks of more than one test. None of it starts a thread, opens
-# CUDA or a process group. torch._dynamo comes with the first optimizer, FSDP with the sharding of torch, all
-# of imece that a rank may use with its `train` and, where a model is divided, with the last two of it.
+# CUDA or a process group. torch._dynamo comes with the first optimizer, FSDP with the sharding of torch,
+# torch.distributed.optim (0.25 s) with modules of tests that compare with it, all of imece that a rank may
+# use with its `train` and, where a model is divided, with the last two of it.
 _MODULES = (
     "torch",
     "numpy",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "imece.cli.train",
     "imece.model_parallel.tensor",
     "imece.model_parallel.stages",
