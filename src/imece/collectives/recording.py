@@ -90,9 +90,7 @@ class Recording:
     read_at_ns: int
     calls: tuple[Call, ...]
     groups: dict[str, GroupSeen]
-    stopped: tuple[
-        int, ...
-    ] = ()  # processes that it has started, a loader's workers say, and that are stopped
+    stopped: tuple[int, ...] = ()  # pids of processes that it has started, as loader workers, and are stopped
 
     def age_s(self, call: Call) -> float:
         """Seconds since the call ended; for an open call, since the rank began to wait in it or
