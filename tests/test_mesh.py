@@ -545,7 +545,7 @@ def test_a_signal_shows_what_a_rank_does_unless_the_program_uses_it(tmp_path: Pa
         assert shown == (result.rank == 0), result.report()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_helper_that_imports_the_script_is_no_rank(tmp_path: Path, method: str) -> None:
     """It would tell the launcher that it is this rank. From Python 3.14 on workers of a DataLoader do."""
     lines = """

@@ -1076,7 +1076,7 @@ IN_THREE = ["bits: muon and adamw", "half, loaded", "odd parameters", "adafactor
 IN_THREE += [name for name in OTHERS if name.startswith("notices")]
 SLOW_IN_THREE = [name for name in OTHERS if name.startswith(("bits", "half")) and name not in IN_THREE]
 SLOW_IN_THREE += ["adamw that has stepped", "unused, momentum"]
-SLOW = ["compiled", *(f"bits: {name}" for name in LONG_IN_BITS)]
+SLOW = ["compiled", "a compiled step", *(f"bits: {name}" for name in LONG_IN_BITS)]
 
 
 @pytest.mark.parametrize(

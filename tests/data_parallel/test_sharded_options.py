@@ -873,8 +873,7 @@ JOBS = [
     *jobs(__name__, ["sends half", "refused options", "buffers", "buffers from meta"], (2, "gloo")),
     *jobs(__name__, ["added up in fp32", "divided in reduce"], (2, "shm"), (2, "gloo")),
     *jobs(__name__, ["other rates", "rates of one that has ended", "parts by data"], (2, "shm"), (2, "gloo")),
-    *jobs(__name__, ["sends half"], (3, "gloo")),
-    *slow(jobs(__name__, ["rounds once"], (3, "gloo"))),
+    *slow(jobs(__name__, ["rounds once", "sends half"], (3, "gloo"))),
     *jobs(__name__, ["hooked", "hook of many calls", "averaged weights"], (2, "gloo")),
     *jobs(__name__, ["late groups", "old gradients", "frozen in bf16", "inputs in bf16"], (2, "gloo")),
     *jobs(

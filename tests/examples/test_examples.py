@@ -105,7 +105,10 @@ def test_one_process(one_process: tuple[str, Path]) -> None:
     assert [file.name for file in folder.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("start", [by_torchrun, imece_launch, pytest.param(slurm, marks=pytest.mark.slow)])
+SLOW = [pytest.param(start, marks=pytest.mark.slow) for start in (by_torchrun, slurm)]
+
+
+@pytest.mark.parametrize("start", [imece_launch, *SLOW])
 def test_two_ranks(start: Callable[[Path, Path], str], tmp_path: Path, one_process: tuple[str, Path]) -> None:
     (tmp_path / "both.py").write_text(BOTH)
     check_output(start(tmp_path / "both.py", tmp_path / "model"), 2)

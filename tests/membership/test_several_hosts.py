@@ -118,7 +118,7 @@ def test_a_member_joins(strategy: str) -> None:
     ("strategy", "per_host", "gather"),
     [
         ("zero3", 3, True),
-        ("zero3", 3, False),
+        pytest.param("zero3", 3, False, marks=pytest.mark.slow),
         pytest.param("zero3", 2, False, marks=pytest.mark.slow),
         pytest.param("hybrid", 2, True, marks=pytest.mark.slow),
         pytest.param("hybrid", 2, False, marks=pytest.mark.slow),
