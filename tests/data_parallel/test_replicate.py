@@ -487,6 +487,11 @@ def newcomers(group: dist.ProcessGroup) -> None:
     model.module.layers[3] = Added(model.module.layers[3])
     model.module.layers[3].small = wrap(double(nn.Linear(3, 3)), group)
     total(model, own_input()).backward()
+    model = wrap(double(nn.Linear(3, 3)), group)
+    instead = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+    for _ in range(2):
+        torch.func.functional_call(model, instead, (own_input(),)).sum().backward()
+    assert all(each.grad is not None for each in instead.values())
 
 
 def complex_parameters(group: dist.ProcessGroup) -> None:

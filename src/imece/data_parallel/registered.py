@@ -36,7 +36,7 @@ class Newcomers:
         """known: the parameters that the model was wrapped with, which somebody else keeps."""
         _watch()
         self._module, self._known = module, set(map(id, known))
-        self._seen = -1
+        self._seen = _times  # no look before: functional_call puts tensors into a module for one forward
         self._found: list[tuple[str, nn.Parameter]] = []
 
     def look(self) -> None:
