@@ -370,7 +370,7 @@ def four_bits_apart(run: Path, source: Path, out: Path, capsys: pytest.CaptureFi
     command prints it, with the adapters that it exports to `out`."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     assert main(["export", str(run), str(out), "--to=adapter", "--which=last"]) == 0
-    printed = capsys.readouterr().out.partition("quantization_config=")[2].strip().removesuffix(")")
+    printed = capsys.readouterr().out.partition("quantization_config=")[2].splitlines()[0].removesuffix(")")
     quantised = eval(printed, {"BitsAndBytesConfig": transformers.BitsAndBytesConfig})
     base = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, device_map="cpu", quantization_config=quantised
