@@ -226,7 +226,8 @@ class DistributedDataParallel(nn.Module, TorchNames, Joinable, Generic[Model]):
         backward only; gradients become those of the mean over all ranks, and over micro-batches in no_sync.
 
         total: the number in the whole global batch, of all ranks and micro-batches; the same in all of them,
-        otherwise MismatchError. Then micro-batches outside of no_sync add up to that mean too.
+        otherwise MismatchError. Then micro-batches outside of no_sync add up to that mean too. ValueError if
+        one backward brings more than that.
         """
         return self.reducer.average.weigh(loss, count, total)
 
